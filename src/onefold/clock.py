@@ -1,0 +1,91 @@
+"""Time and chance: the only module that asks the machine for either.
+
+Instants inside onefold are integers, microseconds since 1970 in UTC; people see ``datetime``.
+There are two clocks because they answer two questions.
+``now`` says what time it is, and may jump when somebody sets the clock; due times follow it.
+``steady`` says how much time has passed since the machine started, and never jumps; leases follow it.
+Everything takes its clock and its randomness as a parameter, so a whole fleet can run in a seeded simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+MICROSECONDS = 1_000_000
+
+#: CLOCK_BOOTTIME goes on while the machine sleeps and is the same in every process, unlike Python's monotonic().
+_BOOTTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
+
+class Clock(Protocol):
+    """What the time is, how much of it has passed, and waiting for it."""
+
+    def now(self) -> int:
+        """Microseconds since 1970, UTC."""
+        ...
+
+    def steady(self) -> int:
+        """Microseconds since the machine started; comparable between its processes, never set back."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after this long."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def now(self) -> int:
+        return time.time_ns() // 1000
+
+    def steady(self) -> int:
+        if _BOOTTIME is None:
+            return time.monotonic_ns() // 1000
+        return time.clock_gettime_ns(_BOOTTIME) // 1000
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def boot_id() -> str:
+    """Name this start of the machine: when it changes, every process that held a lease is gone."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        # Elsewhere the moment of boot, to ten seconds, tells one start from another well enough.
+        return f"booted-{(time.time() - time.monotonic()) // 10:.0f}"
+
+
+def system_random() -> random.Random:
+    """Randomness from the operating system: unlike a seeded generator it does not repeat itself after a fork."""
+    return random.SystemRandom()
+
+
+def new_id(now: int, chance: random.Random) -> str:
+    """Make a message id: a UUID of version 7, so that ids sort by the time they were made."""
+    bits = chance.getrandbits(74)
+    text = f"{(now // 1000) << 80 | 0x7 << 76 | (bits >> 62) << 64 | 0x2 << 62 | bits & 0x3FFF_FFFF_FFFF_FFFF:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def to_datetime(instant: int) -> datetime:
+    """Turn an instant into what people read."""
+    return datetime.fromtimestamp(instant / MICROSECONDS, UTC)
+
+
+def to_instant(moment: datetime) -> int:
+    """Turn an aware ``datetime`` into an instant; a naive one is refused because nobody knows what it means."""
+    if moment.tzinfo is None:
+        raise ValueError(f"{moment!r} has no time zone; write datetime(…, tzinfo=UTC)")
+    return round(moment.timestamp() * MICROSECONDS)
+
+
+def pause(seconds: float) -> None:
+    """Block the calling thread; only for the stores' own threads, never on an event loop."""
+    time.sleep(seconds)

@@ -1,0 +1,263 @@
+"""Stage 3, envelope: arguments to canonical JSON bytes and back, by their type hints.
+
+What a handler will be given is decided by its signature, so the same typed reader is used twice:
+at send on the bytes just written, so that a wrong argument fails in the caller's hands,
+and at receipt, so that a message from an older sender fails before any of the handler has run.
+Nothing is ever unpickled, and no reader is chosen by a name inside a message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+import msgspec
+
+from onefold import limits
+from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError
+
+#: Types whose every value survives JSON unchanged, so that only size and NUL remain to be checked.
+_PLAIN = (int, str, bool, type(None))
+
+
+def _encode_foreign(value: Any) -> Any:
+    """Teach msgspec the models it does not know: anything with pydantic's ``model_dump``."""
+    dump = getattr(value, "model_dump", None)
+    if dump is None:
+        raise NotImplementedError(f"{type(value).__qualname__} has no JSON form")
+    return dump(mode="json")
+
+
+def _decode_foreign(kind: type, value: Any) -> Any:
+    validate = getattr(kind, "model_validate", None)
+    if validate is None:
+        raise NotImplementedError(f"{kind!r} has no JSON form")
+    return validate(value)
+
+
+_encode = msgspec.json.Encoder(order="deterministic", enc_hook=_encode_foreign).encode
+
+
+def fingerprint_of(data: bytes) -> bytes:
+    """Return a short digest that two payloads share only if they are the same bytes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class Signature:
+    """How the arguments of one handler are written and read.
+
+    Made once, when the handler is declared; a parameter that has no JSON form is refused there.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, skip: int, fingerprint: Sequence[str] | None = None) -> None:
+        name = function.__qualname__
+        hints = get_type_hints(function, include_extras=True)
+        self._python = inspect.signature(function)
+        parameters = list(self._python.parameters.values())[skip:]
+        self._python = self._python.replace(parameters=parameters)
+        fields: list[Any] = []
+        for p in parameters:
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise ConfigurationError(f"{name}: *{p.name} cannot be a message argument; name each parameter")
+            if p.kind is p.POSITIONAL_ONLY:
+                raise ConfigurationError(f"{name}: {p.name} is positional-only; messages carry arguments by name")
+            hint = hints.get(p.name, Any)
+            fields.append((p.name, hint) if p.default is p.empty else (p.name, hint, _default(p.default)))
+        self.names: tuple[str, ...] = tuple(p.name for p in parameters)
+        self._plain = all(hints.get(n) in _PLAIN for n in self.names)
+        self._arguments = _struct(name, fields, forbid_unknown_fields=True)
+        try:
+            self._decode = msgspec.json.Decoder(self._arguments, dec_hook=_decode_foreign).decode
+            self._encode_result, self._decode_result = _encode, _reader(hints.get("return", Any))
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigurationError(f"{name}: a type hint has no JSON form: {error}") from error
+        self.hints: Mapping[str, Any] = {n: hints.get(n, Any) for n in self.names}
+        self._print_fields = self._check_fingerprint(name, fingerprint)
+        self._has_defaults = any(len(f) == 3 for f in fields)
+        self._without_defaults = _struct(name, fields, omit_defaults=True)
+
+    def _check_fingerprint(self, name: str, fingerprint: Sequence[str] | None) -> tuple[str, ...] | None:
+        for field in fingerprint or ():
+            if field not in self.names:
+                raise ConfigurationError(f"{name}: fingerprint names {field!r}, which is not a parameter")
+        return None if fingerprint is None else tuple(sorted(fingerprint))
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Match arguments with parameters as a call would; a wrong one raises ``TypeError`` at once."""
+        if not kwargs and len(args) == len(self.names):
+            return dict(zip(self.names, args, strict=True))
+        bound = self._python.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def encode(self, arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """Return the arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
+        try:
+            values = self._arguments(**arguments)
+            data = _encode(values)
+            self._decode(data)
+        except msgspec.ValidationError as error:
+            raise _wrong_argument(error) from error
+        except (TypeError, ValueError, NotImplementedError, RecursionError) as error:
+            raise DecodeError("payload_inline", f"cannot be written as JSON: {error}") from error
+        refuse_what_json_hides(data, arguments)
+        if not self._plain:
+            check_json("payload_inline", data)
+        return data, self._fingerprint(data, arguments)
+
+    def _fingerprint(self, data: bytes, arguments: Mapping[str, Any]) -> bytes:
+        """Leave out defaulted arguments, so that adding one later does not make an old send look different."""
+        if self._print_fields is not None:
+            data = _encode({name: arguments[name] for name in self._print_fields})
+        elif self._has_defaults:
+            data = _encode(self._without_defaults(**arguments))
+        return fingerprint_of(data)
+
+    def decode(self, data: bytes) -> dict[str, Any]:
+        """Return the arguments; raises ``DecodeError`` naming the field when they do not fit the signature."""
+        try:
+            values = self._decode(data)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise _wrong_argument(error) from error
+        return {name: getattr(values, name) for name in self.names}
+
+    def encode_result(self, value: Any) -> bytes:
+        """Return a handler's result as bytes; one that cannot be kept fails the attempt."""
+        try:
+            data = self._encode_result(value)
+        except Exception as error:
+            # A hostile __repr__ or __iter__ may raise anything; it must not take the worker along.
+            raise DecodeError("result", f"cannot be written as JSON: {type(error).__name__}") from error
+        refuse_what_json_hides(data, value, field="result")
+        if len(data) > limits.RESULT_BYTES_MAX:
+            raise LimitError("result", f"has {len(data)} bytes; at most {limits.RESULT_BYTES_MAX} are kept")
+        return data
+
+    def decode_result(self, data: bytes) -> Any:
+        """Return what the handler returned."""
+        try:
+            return self._decode_result(data)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise DecodeError("result", str(error)) from error
+
+
+def _default(value: Any) -> Any:
+    """Let a mutable default be made anew for every message, as msgspec wants it."""
+    if isinstance(value, list | dict | set):
+        return msgspec.field(default_factory=lambda: value.copy())
+    return value
+
+
+def _struct(name: str, fields: list[Any], **settings: bool) -> Any:
+    return msgspec.defstruct(f"arguments of {name}", fields, kw_only=True, **settings)
+
+
+def _reader(hint: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(hint, dec_hook=_decode_foreign).decode
+
+
+def _wrong_argument(error: Exception) -> DecodeError:
+    found = re.search(r"`\$\.?([^`]*)`", str(error)) or re.search(r"field `([^`]*)`", str(error))
+    return DecodeError((found.group(1) if found else "") or "payload_inline", str(error))
+
+
+def refuse_what_json_hides(data: bytes, value: Any, *, field: str = "payload_inline") -> None:
+    """Refuse values that JSON would change silently: NaN and infinities become null, NUL ends text elsewhere.
+
+    The scan of the bytes is cheap and finds almost nothing; only then is the value itself walked.
+    """
+    if b"null" in data:
+        _refuse_non_finite(field, value, 0)
+    if b"\\u0000" in data:
+        check_json(field, data)
+    if data.count(b"[") + data.count(b"{") > limits.JSON_DEPTH_MAX:
+        check_json(field, data)
+
+
+def _refuse_non_finite(field: str, value: Any, depth: int) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise EnvelopeError(field, f"{value!r} has no JSON form")
+    if depth > limits.JSON_DEPTH_MAX or value is None or isinstance(value, str | bytes | int):
+        return
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _refuse_non_finite(f"{field}.{name}", item, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, item in enumerate(value):
+            _refuse_non_finite(f"{field}[{index}]", item, depth + 1)
+    else:
+        names = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None)
+        names = names or getattr(type(value), "model_fields", ())
+        for name in names:
+            _refuse_non_finite(f"{field}.{name}", getattr(value, name, None), depth + 1)
+
+
+def check_json(field: str, data: bytes) -> None:
+    """Refuse bytes that two JSON readers could take for two different values.
+
+    Depth, long numbers, NaN, infinities, duplicate keys, lone surrogates, NUL and bytes that are not UTF-8:
+    each raises one typed error.  Costs a pure Python pass, so it guards the borders and open types only.
+    """
+    _check_depth(field, data)
+
+    def number(text: str) -> int:
+        if len(text) > limits.JSON_DIGITS_MAX:
+            raise LimitError(field, f"a number has {len(text)} digits; at most {limits.JSON_DIGITS_MAX} are allowed")
+        return int(text)
+
+    def real(text: str) -> float:
+        if len(text) > limits.JSON_DIGITS_MAX or not math.isfinite(value := float(text)):
+            raise LimitError(field, "a number is out of range")
+        return value
+
+    def constant(text: str) -> None:
+        raise DecodeError(field, f"{text} has no JSON form")
+
+    def members(pairs: list[tuple[str, Any]]) -> None:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise DecodeError(field, "an object holds the same key twice")
+        for name, value in pairs:
+            text(name)
+            text(value)
+
+    def text(value: Any) -> None:
+        if isinstance(value, str):
+            if "\0" in value:
+                raise DecodeError(field, "a text holds NUL")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise DecodeError(field, "a text holds a lone surrogate") from error
+        elif isinstance(value, list):
+            for item in value:
+                text(item)
+
+    try:
+        whole = json.loads(
+            data.decode(), object_pairs_hook=members, parse_constant=constant, parse_int=number, parse_float=real
+        )
+    except EnvelopeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(field, f"is not JSON: {error}") from error
+    text(whole)
+
+
+_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+
+
+def _check_depth(field: str, data: bytes) -> None:
+    depth = 0
+    for found in _STRUCTURE.finditer(data):
+        token = found.group()
+        if token in (b"[", b"{"):
+            depth += 1
+            if depth > limits.JSON_DEPTH_MAX:
+                raise LimitError(field, f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
+        elif token in (b"]", b"}"):
+            depth -= 1

@@ -1,0 +1,202 @@
+"""Stage 3, envelope: the immutable message contract.
+
+An envelope is what travels: who it is for, what it is about, what caused it, and the payload as JSON bytes.
+It is bounded and checked when it is made, and never changed afterwards.
+Times are filled in by the store that keeps it, because only the store's clock is shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import to_datetime, to_instant
+from onefold.codec import check_json, fingerprint_of
+from onefold.errors import DecodeError, EnvelopeError, LimitError
+
+#: The version of the envelope itself, as opposed to ``schema_version``, which is the payload's.
+ENVELOPE_VERSION = 1
+
+#: Marks a message sent without a key: it has an identity for tracing, but no second send can ever match it.
+UNKEYED = "unkeyed:"
+
+_TYPE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """One message, as sent and as delivered."""
+
+    id: str
+    message_type: str
+    queue: str
+    idempotency_key: str
+    correlation_id: str
+    causation_id: str
+    subject: str
+    payload_inline: bytes | None = None
+    payload_ref: str | None = None
+    schema_version: int = 1
+    fingerprint: bytes = b""
+    deduplication_key: str | None = None
+    deduplicate_for: int = 0
+    ordering_key: str | None = None
+    sequence: int | None = None
+    trace: str | None = None
+    tags: dict[str, str] | None = None
+    delay: int = 0
+    due_at: int = 0
+    retention: int = 0
+    created_at: int = 0
+    expires_at: int = 0
+
+    @property
+    def keyed(self) -> bool:
+        """Whether a second send with the same key is a duplicate of this one."""
+        return not self.idempotency_key.startswith(UNKEYED)
+
+    @property
+    def scope(self) -> str:
+        """Where the key is unique: the consumer, which for a task is its type."""
+        return self.message_type
+
+
+class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The seldom-used fields, kept together so that the common message stays narrow in the store."""
+
+    payload_ref: str | None = None
+    deduplication_key: str | None = None
+    ordering_key: str | None = None
+    sequence: int | None = None
+    trace: str | None = None
+    tags: dict[str, str] | None = None
+
+
+_encode_headers = msgspec.json.Encoder(order="deterministic").encode
+_decode_headers = msgspec.json.Decoder(Headers).decode
+_NO_HEADERS = Headers()
+
+
+def pack_headers(envelope: Envelope) -> bytes | None:
+    """Return the seldom-used fields as bytes, or None when there are none."""
+    e = envelope
+    headers = Headers(e.payload_ref, e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags)
+    return None if headers == _NO_HEADERS else _encode_headers(headers)
+
+
+def unpack_headers(data: bytes | None) -> Headers:
+    """Return what ``pack_headers`` packed."""
+    return _NO_HEADERS if data is None else _decode_headers(data)
+
+
+def check(envelope: Envelope) -> Envelope:
+    """Refuse an envelope that breaks the contract or a limit, naming the field; return it otherwise."""
+    e = envelope
+    if not _TYPE.fullmatch(e.message_type):
+        raise EnvelopeError("message_type", f"{e.message_type!r} is not a dotted lower-case name")
+    if e.schema_version < 1:
+        raise EnvelopeError("schema_version", f"is {e.schema_version}; versions count from 1")
+    if (e.payload_inline is None) == (e.payload_ref is None):
+        raise EnvelopeError("payload_inline", "exactly one of payload_inline and payload_ref must be given")
+    limits.check_bytes("idempotency_key", e.idempotency_key, limits.KEY_BYTES_MAX)
+    limits.check_bytes("subject", e.subject, limits.SUBJECT_BYTES_MAX)
+    limits.check_bytes("correlation_id", e.correlation_id, limits.ID_BYTES_MAX)
+    limits.check_bytes("causation_id", e.causation_id, limits.ID_BYTES_MAX)
+    if e.payload_inline is not None and len(e.payload_inline) > limits.PAYLOAD_BYTES_MAX:
+        raise LimitError(
+            "payload_inline",
+            f"has {len(e.payload_inline)} bytes; at most {limits.PAYLOAD_BYTES_MAX} fit into a message; "
+            "store the data elsewhere and send a reference to it",
+        )
+    _check_seldom(e)
+    return e
+
+
+def _check_seldom(e: Envelope) -> None:
+    for field, text, most in (
+        ("deduplication_key", e.deduplication_key, limits.KEY_BYTES_MAX),
+        ("ordering_key", e.ordering_key, limits.KEY_BYTES_MAX),
+        ("payload_ref", e.payload_ref, limits.KEY_BYTES_MAX),
+        ("trace", e.trace, limits.ID_BYTES_MAX),
+    ):
+        if text is not None:
+            limits.check_bytes(field, text, most)
+    if e.sequence is not None and e.sequence < 0:
+        raise EnvelopeError("sequence", f"is {e.sequence}; sequence numbers are not negative")
+    if e.tags:
+        if len(e.tags) > limits.TAGS_MAX:
+            raise LimitError("tags", f"has {len(e.tags)} entries; at most {limits.TAGS_MAX} are allowed")
+        for name, value in e.tags.items():
+            limits.check_bytes("tags", name, limits.TAG_BYTES_MAX)
+            limits.check_bytes(f"tags.{name}", value, limits.TAG_BYTES_MAX)
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The envelope as other programs see it: one JSON object with the contract's field names."""
+
+    envelope_version: int = ENVELOPE_VERSION
+    id: str
+    message_type: str
+    schema_version: int
+    correlation_id: str
+    causation_id: str
+    idempotency_key: str
+    subject: str
+    created_at: datetime
+    queue: str = "default"
+    payload_inline: msgspec.Raw | None = None
+    payload_ref: str | None = None
+    deduplication_key: str | None = None
+    ordering_key: str | None = None
+    sequence: int | None = None
+    trace: str | None = None
+    tags: dict[str, str] | None = None
+
+
+_encode_wire = msgspec.json.Encoder(order="deterministic").encode
+_decode_wire = msgspec.json.Decoder(_Wire).decode
+_SHARED = tuple(f for f in _Wire.__struct_fields__ if f not in ("envelope_version", "created_at", "payload_inline"))
+
+
+def to_json(envelope: Envelope) -> bytes:
+    """Write the envelope as one JSON object; every field of the contract is present."""
+    fields: dict[str, Any] = {name: getattr(envelope, name) for name in _SHARED}
+    inline = None if envelope.payload_inline is None else msgspec.Raw(envelope.payload_inline)
+    return _encode_wire(_Wire(**fields, created_at=to_datetime(envelope.created_at), payload_inline=inline))
+
+
+def from_json(data: bytes) -> Envelope:
+    """Read an envelope from foreign bytes, strictly.
+
+    Raises one kind of error, ``EnvelopeError``, which names the field; nothing else escapes, whatever the bytes are.
+    """
+    if len(data) > limits.ENVELOPE_BYTES_MAX:
+        raise LimitError("envelope", f"has {len(data)} bytes; at most {limits.ENVELOPE_BYTES_MAX} are allowed")
+    check_json("envelope", data)
+    try:
+        wire = _decode_wire(data)
+        created_at = to_instant(wire.created_at)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise DecodeError(_field_of(str(error)), str(error)) from error
+    if wire.envelope_version != ENVELOPE_VERSION:
+        raise EnvelopeError("envelope_version", f"is {wire.envelope_version}; this version reads {ENVELOPE_VERSION}")
+    fields: Mapping[str, Any] = {name: getattr(wire, name) for name in _SHARED}
+    inline = None if wire.payload_inline is None else bytes(wire.payload_inline)
+    return check(
+        Envelope(
+            **fields,
+            payload_inline=inline,
+            fingerprint=fingerprint_of(inline or b""),
+            created_at=created_at,
+        )
+    )
+
+
+def _field_of(problem: str) -> str:
+    """Find the field in msgspec's words: ``… - at `$.subject``` or ``missing required field `subject```."""
+    found = re.search(r"`\$\.?([^`]*)`", problem) or re.search(r"field `([^`]*)`", problem)
+    return (found.group(1) if found else "") or "envelope"

@@ -1,0 +1,150 @@
+"""Everything that can go wrong, and the three instructions a handler may raise.
+
+::
+
+    OnefoldError                     base of all
+    ├── ConfigurationError           wrong before anything ran; the message names the remedy
+    │   └── SchemaError              migrations missing, foreign or from the future
+    ├── EnvelopeError                a message that may not travel; names the field
+    │   ├── DecodeError              bytes that cannot be read; a retry would not help
+    │   └── LimitError               larger, longer, deeper or more than allowed; names the limit
+    ├── KeyReuseError                the same key was sent with another payload
+    ├── StoreError                   the store refused
+    │   ├── StoreUnavailableError    it may work later; nothing was half-written
+    │   ├── LeaseLostError           somebody else owns the message now; nothing was written
+    │   └── TransactionOpenError     this verb would commit apart from the open transaction
+    ├── HandlerError                 a handler broke its contract
+    │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
+    │   └── HandlerTimeoutError      the handler ran past its timeout
+    ├── DeadError                    the awaited message is a dead letter; carries the failure
+    ├── CancelledMessageError        the awaited message was cancelled or discarded
+    └── ResultTimeoutError           no outcome came in the time given
+
+    Retry(after=…)    try again later, counted as an attempt
+    Snooze(after=…)   try again later, not counted
+    Reject(reason)    never try again
+
+Something that went wrong ends in ``Error``; an instruction does not.
+A driver's exception never crosses the store's seam: it is chained to one of these.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+class OnefoldError(Exception):
+    """Base of every error onefold raises."""
+
+
+class ConfigurationError(OnefoldError):
+    """Something was declared or configured wrongly; nothing has run yet."""
+
+
+class SchemaError(ConfigurationError):
+    """The database is not one this version may write to; the message names the command or the remedy."""
+
+
+class EnvelopeError(OnefoldError):
+    """A message breaks the contract.  ``field`` names the part that does."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class DecodeError(EnvelopeError):
+    """Bytes that cannot be read as what they claim to be; trying again would not help."""
+
+
+class LimitError(EnvelopeError):
+    """A limit was passed; the message names the field, the limit and the remedy."""
+
+
+class KeyReuseError(OnefoldError):
+    """The key already belongs to a message with another payload; nothing was stored."""
+
+    def __init__(self, message_type: str, key: str, first_id: str) -> None:
+        super().__init__(
+            f"{message_type}: idempotency key {key!r} belongs to message {first_id}, which has another payload; "
+            "send the same arguments, or use a key that tells the two apart"
+        )
+        self.message_type = message_type
+        self.key = key
+        self.first_id = first_id
+
+
+class StoreError(OnefoldError):
+    """The store could not do what it was asked."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store cannot be reached, is busy or is full.  Nothing was half-written; trying again is safe."""
+
+
+class LeaseLostError(StoreError):
+    """The lease was taken over; everything in this transaction was rolled back."""
+
+
+class TransactionOpenError(StoreError):
+    """A verb that commits by itself was used while the handler's transaction is open."""
+
+
+class HandlerError(OnefoldError):
+    """A handler broke its contract."""
+
+
+class TransactionTooLongError(HandlerError):
+    """The handler's transaction stayed open past its limit and was rolled back."""
+
+
+class HandlerTimeoutError(HandlerError):
+    """The handler ran past its timeout and was cancelled."""
+
+
+class DeadError(OnefoldError):
+    """The awaited message is a dead letter."""
+
+    def __init__(self, message_id: str, reason: str, error_type: str, error_message: str) -> None:
+        super().__init__(f"message {message_id} is dead ({reason}): {error_type}: {error_message}")
+        self.message_id = message_id
+        self.reason = reason
+        self.error_type = error_type
+        self.error_message = error_message
+
+
+class CancelledMessageError(OnefoldError):
+    """The awaited message was cancelled or discarded, so it has no result."""
+
+
+class ResultTimeoutError(OnefoldError):
+    """The awaited message had no outcome in the time given; it is still alive."""
+
+
+class Retry(Exception):  # noqa: N818 - an instruction, not an error
+    """Raised by a handler: try again ``after`` this long, counted as an attempt."""
+
+    def __init__(self, reason: str = "the handler asked for a retry", *, after: timedelta | float | None = None) -> None:
+        super().__init__(reason)
+        self.after_seconds = None if after is None else seconds(after)
+
+
+class Snooze(Exception):  # noqa: N818 - an instruction, not an error
+    """Raised by a handler: try again ``after`` this long without counting an attempt, until the message expires."""
+
+    def __init__(self, *, after: timedelta | float, reason: str = "the handler snoozed") -> None:
+        super().__init__(reason)
+        self.after_seconds = seconds(after)
+
+
+class Reject(Exception):  # noqa: N818 - an instruction, not an error
+    """Raised by a handler: this message can never succeed; make it a dead letter now."""
+
+
+def seconds(duration: timedelta | float) -> float:
+    """Turn a duration as users write it into seconds; negative ones are refused."""
+    value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    if not 0 <= value < float("inf"):
+        raise ConfigurationError(f"a duration must be finite and not negative, not {duration!r}")
+    return value

@@ -1,0 +1,172 @@
+"""Stage 4, identity: where a message's keys come from.
+
+An idempotency key says what the work *is*: two sends with the same key are one intention.
+It comes from the arguments, through a template such as ``"{order_id}:charge"`` or a function of them;
+a message id is never a key, because it is new with every send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import string
+import types
+import typing
+import uuid
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from onefold import limits
+from onefold.errors import ConfigurationError, EnvelopeError
+
+KeyFunction = Callable[[Mapping[str, Any]], str]
+#: What ``key=`` and ``subject=`` accept: a template over the arguments, or a function of them.
+KeySource = str | Callable[..., str]
+
+_SIMPLE = (str, int, uuid.UUID, dt.date, dt.datetime, enum.Enum)
+
+
+def from_source(name: str, what: str, source: KeySource, hints: Mapping[str, Any]) -> KeyFunction:
+    """Turn a template or a function into one function of the bound arguments; refuse unstable or unclear ones."""
+    return from_template(name, what, source, hints) if isinstance(source, str) else from_function(name, source, hints)
+
+
+def from_template(name: str, what: str, template: str, hints: Mapping[str, Any]) -> KeyFunction:
+    """Compile ``"{customer}:{invoice}"``.
+
+    Two different sets of arguments never give the same key: the characters between fields are escaped inside them.
+    """
+    parts = list(string.Formatter().parse(template))
+    fields = [(literal, field) for literal, field, _, _ in parts if field is not None]
+    if not fields and what == "key":
+        raise ConfigurationError(f"{name}: {what} {template!r} names no argument, so every message would be the same one")
+    for index, (literal, field) in enumerate(fields):
+        root = field.split(".")[0].split("[")[0]
+        if root not in hints:
+            known = ", ".join(hints) or "none"
+            raise ConfigurationError(f"{name}: {what} {template!r} names {field!r}; the arguments are: {known}")
+        if index and not literal:
+            raise ConfigurationError(f"{name}: {what} {template!r} joins two fields with nothing between them")
+    if any(spec or conversion for _, _, spec, conversion in parts):
+        raise ConfigurationError(f"{name}: {what} {template!r} must not use format codes")
+    between = {character for literal, _ in fields[1:] for character in literal} if len(fields) > 1 else set()
+    escapes = {ord(c): f"%{ord(c):02x}" for c in between | {"%"}} if between else {}
+    formatter = string.Formatter()
+
+    def key(arguments: Mapping[str, Any]) -> str:
+        written: list[str] = []
+        for literal, field, _, _ in parts:
+            written.append(literal)
+            if field is not None:
+                value, _ = formatter.get_field(field, (), arguments)
+                written.append(_text(what, field, value).translate(escapes))
+        return "".join(written)
+
+    return key
+
+
+def _text(what: str, field: str, value: Any) -> str:
+    """Write one value the same way every time, or refuse it: a float or None makes a key nobody can rely on."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, dt.datetime | dt.date):
+        return value.isoformat()
+    if not isinstance(value, _SIMPLE) or value == "":
+        raise EnvelopeError(
+            "idempotency_key" if what == "key" else what,
+            f"{field} is {type(value).__name__} {str(value)[:40]!r}; use text that is not empty, whole numbers, UUIDs, dates or enums",
+        )
+    return str(value)
+
+
+def from_function(name: str, function: Callable[..., str], hints: Mapping[str, Any]) -> KeyFunction:
+    """Wrap a function of the arguments, after trying it twice on the same sample: it must answer the same."""
+    try:
+        sample = {field: _sample(hint) for field, hint in hints.items()}
+    except TypeError:
+        sample = None  # a type we cannot make an example of: the first real send tries it twice instead
+    proved = False
+    if sample is not None:
+        proved = _proves_stable(name, function, sample)
+
+    def key(arguments: Mapping[str, Any]) -> str:
+        nonlocal proved
+        if not proved:
+            _refuse_unstable(name, function(**arguments), function(**arguments))
+            proved = True
+        value = function(**arguments)
+        if not isinstance(value, str):
+            raise EnvelopeError("idempotency_key", f"the key function of {name} gave {type(value).__name__}, not text")
+        return value
+
+    return key
+
+
+def _proves_stable(name: str, function: Callable[..., str], sample: dict[str, Any]) -> bool:
+    try:
+        first, second = function(**sample), function(**sample)
+    except Exception:
+        return False  # the sample did not suit it; the first real send decides
+    _refuse_unstable(name, first, second)
+    return True
+
+
+def _refuse_unstable(name: str, first: object, second: object) -> None:
+    if first != second:
+        raise ConfigurationError(
+            f"{name}: the key function answered {str(first)[:60]!r} and then {str(second)[:60]!r} for the same arguments; "
+            "a key must come from the arguments alone, not from time or chance"
+        )
+
+
+_SAMPLES: dict[Any, Any] = {
+    int: 7,
+    str: "sample",
+    bool: True,
+    float: 1.5,
+    bytes: b"sample",
+    type(None): None,
+    Any: "sample",
+    uuid.UUID: uuid.UUID(int=7),
+    dt.datetime: dt.datetime(2020, 1, 2, tzinfo=dt.UTC),
+    dt.date: dt.date(2020, 1, 2),
+    dt.timedelta: dt.timedelta(seconds=7),
+}
+
+
+def _sample(hint: Any) -> Any:
+    """Make an example value of a type, or raise ``TypeError``."""
+    if hint in _SAMPLES:
+        return _SAMPLES[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated or origin in (typing.Union, types.UnionType):
+        return _sample(arguments[0])
+    if origin is typing.Literal:
+        return arguments[0]
+    if origin in (list, tuple, set, frozenset):
+        return origin([_sample(arguments[0])])
+    if origin is dict:
+        return {_sample(arguments[0]): _sample(arguments[1])}
+    if isinstance(hint, type):
+        if issubclass(hint, enum.Enum):
+            return next(iter(hint))
+        if dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct):
+            fields = typing.get_type_hints(hint)
+            return hint(**{field: _sample(kind) for field, kind in fields.items()})
+    raise TypeError(f"no example of {hint!r}")
+
+
+def derived_key(parent_id: str, index: int) -> str:
+    """Name the n-th unkeyed message of a handler: the same on every retry and redrive of its parent."""
+    return f"{parent_id}/{index}"
+
+
+def upstream_key(scope: str, idempotency_key: str, effect: str) -> str:
+    """Name one effect of a message at an outside provider: the same on every retry, redrive and second send."""
+    limits.check_name("effect", effect)
+    digest = blake2b(f"{scope}\0{idempotency_key}".encode(), digest_size=16).hexdigest()
+    return f"onefold-{effect}-{digest}"

@@ -1,0 +1,118 @@
+"""Every limit, as a named number with its reason.
+
+A limit is checked at the earliest moment, and the error names the field, the limit and the remedy.
+Durations are in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+
+from onefold.errors import ConfigurationError, LimitError
+
+#: A message with its metadata must fit Cloudflare's 128 kB, which counts about 100 bytes of its own.
+ENVELOPE_BYTES_MAX = 120_000
+#: The body alone; larger ones belong into a blob store with only a reference in the message.
+PAYLOAD_BYTES_MAX = 98_304
+#: Results are kept as long as their key, so a large one is stored for weeks.
+RESULT_BYTES_MAX = 1_048_576
+#: Deeper values are refused: recursive readers in other languages give up not far above.
+JSON_DEPTH_MAX = 64
+#: Python itself refuses to read longer numbers; most other readers stop far earlier.
+JSON_DIGITS_MAX = 309
+#: A key is indexed and compared; a longer one is a payload in disguise.
+KEY_BYTES_MAX = 512
+#: A subject names one entity.
+SUBJECT_BYTES_MAX = 256
+#: Correlation and causation ids come from other systems; these are longer than any known one.
+ID_BYTES_MAX = 256
+#: Tags are for filtering, not for data.
+TAGS_MAX = 16
+TAG_BYTES_MAX = 256
+#: One call of send_many is one transaction; more would hold SQLite's one writer for too long.
+SEND_MANY_MAX = 100_000
+
+#: Total runs before a message becomes a dead letter.
+ATTEMPTS_DEFAULT = 5
+#: Cloudflare allows 100 retries, which are 101 runs.
+ATTEMPTS_MAX = 101
+#: A message that was in flight while its worker died this often is quarantined as a dead letter.
+CRASHES_MAX = 3
+
+RETRY_BASE = 5.0
+RETRY_FACTOR = 2.0
+RETRY_CAP = 300.0
+
+LEASE = 30.0
+LEASE_MIN = 1.0
+#: A lease is renewed this many times within its length, so two renewals may fail before it is lost.
+RENEWALS_PER_LEASE = 3
+
+#: A handler's transaction holds locks, on SQLite the only write lock; longer work belongs before its first write.
+TRANSACTION_SECONDS_MAX = 2.0
+
+DAY = 86_400.0
+MESSAGE_RETENTION = 7 * DAY
+DEAD_RETENTION = 14 * DAY
+#: An idempotency key outlives the message, its time as a dead letter and two days for a person to act.
+KEY_WINDOW = MESSAGE_RETENTION + DEAD_RETENTION + 2 * DAY
+DEDUPLICATION_WINDOW = 3_600.0
+DEDUPLICATION_WINDOW_MIN = 60.0
+DEDUPLICATION_WINDOW_MAX = 30 * DAY
+
+#: Handlers that run at once in one process.
+CONCURRENCY = 10
+CONCURRENCY_MAX = 1_000
+#: Never claim more than this at once, however fast the handlers are.
+CLAIM_MAX = 1_000
+#: Claim what will start within about this time at the measured rate.
+CLAIM_AHEAD_SECONDS = 0.1
+
+#: Without a wake-up a worker looks this often; wake-ups are hints and may be lost.
+POLL_SECONDS = 1.0
+#: Rows removed in one transaction, small enough that nobody waits for it.
+PURGE_BATCH = 1_000
+PURGE_SECONDS = 60.0
+
+#: Text of an error and of its stack that is kept per attempt.
+ERROR_TEXT_MAX = 4_000
+STACK_TEXT_MAX = 16_000
+#: Records in one page of a listing.
+PAGE = 100
+PAGE_MAX = 1_000
+#: Dead letters redriven by one bulk call unless the caller raises it.
+REDRIVE_MAX = 100
+
+#: How long the graceful stop waits for running handlers before it hands them back.
+STOP_SECONDS = 25.0
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Refuse a queue, task or worker name that some engine could misread; return it otherwise."""
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{kind} name {name!r} is not allowed: use 1 to 63 characters of a-z, 0-9, '.', '_', '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def check_bytes(field: str, text: str, most: int) -> str:
+    """Refuse text that is empty, too long, or holds characters that travel badly; return it otherwise."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise LimitError(field, "holds a lone surrogate, which is not text") from error
+    if not 0 < size <= most:
+        raise LimitError(field, f"has {size} bytes; 1 to {most} are allowed")
+    if not text.isprintable():
+        raise LimitError(field, "holds control or other unprintable characters")
+    return text
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Refuse a setting outside its range."""
+    if not least <= value <= most:
+        raise ConfigurationError(f"{name} is {value:g}; it must be from {least:g} to {most:g}")

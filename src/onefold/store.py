@@ -1,0 +1,336 @@
+"""Stage 5, rest: what a store promises, in onefold's own records.
+
+A store keeps messages and nothing happens to one except through the verbs here.
+Safety rests on the **fence**: an integer on each message that rises with every change of owner.
+Whoever writes for a message names the fence it was given, and a write with an old fence changes nothing.
+Time only decides when somebody else may try; it comes from the store's clock, never from a worker's.
+
+``onefold.testing.contracts`` is the suite every store must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from onefold import limits
+from onefold.envelope import Envelope
+
+
+class State(IntEnum):
+    """Where a message is in its life; the numbers are what the stores keep."""
+
+    SCHEDULED = 0
+    LEASED = 1
+    DONE = 3
+    DEAD = 4
+    CANCELLED = 5
+    DISCARDED = 6
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to the message by itself."""
+        return self >= State.DONE
+
+
+#: Every legal move, and who makes it.  The stores' SQL and constraints say the same; contract tests compare them.
+MOVES: Mapping[tuple[State | None, State], str] = {
+    (None, State.SCHEDULED): "put",
+    (State.SCHEDULED, State.LEASED): "claim",
+    (State.LEASED, State.LEASED): "claim, after the lease ran out",
+    (State.LEASED, State.SCHEDULED): "settle (again, hand back)",
+    (State.LEASED, State.DONE): "settle",
+    (State.LEASED, State.DEAD): "settle",
+    (State.SCHEDULED, State.CANCELLED): "operator",
+    (State.LEASED, State.CANCELLED): "operator, by raising the fence",
+    (State.DEAD, State.SCHEDULED): "operator (redrive)",
+    (State.DEAD, State.DISCARDED): "operator (discard)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Facts about a store, not wishes; contract tests and the guarantees page ask it what to expect."""
+
+    #: The handler's own rows and the message's outcome commit together.
+    transactional: bool
+    #: Several machines may use it at once.
+    shared: bool
+    #: A sender can wake a waiting worker in another process.
+    notifies: bool
+    #: What survives: a killed process, or also a power failure.
+    durability: Literal["power loss", "process crash"]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why an attempt did not succeed, as kept with the attempt and with a dead letter."""
+
+    reason: str
+    error_type: str
+    error_message: str
+    stack: str = ""
+    status_code: int | None = None
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The right to settle one message, until somebody takes it over."""
+
+    envelope: Envelope
+    fence: int
+    #: This run's number, counted from 1; crashes and snoozes do not count.
+    attempt: int
+    #: How often a worker died while it held this message.
+    crashes: int
+    replay_count: int
+    claimed_at: int
+    worker: str
+
+    @property
+    def id(self) -> str:
+        return self.envelope.id
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It succeeded.  The result is kept as long as the key."""
+
+    result: bytes
+    sends: tuple[Envelope, ...] = ()
+    key_window: float = limits.KEY_WINDOW
+    body_retention: float = limits.MESSAGE_RETENTION
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """It is to run again after ``delay`` seconds; ``counted`` says whether this run used up an attempt."""
+
+    delay: float
+    failure: Failure | None
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """It will not run again by itself."""
+
+    failure: Failure
+    key_window: float = limits.KEY_WINDOW
+    body_retention: float = limits.DEAD_RETENTION
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """It was not started, or was stopped for no fault of its own: as if it had never been claimed."""
+
+
+Outcome = Done | Again | Dead | HandBack
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What ``put`` found or made for one envelope."""
+
+    id: str
+    state: State
+    duplicate: bool = False
+    #: The key belongs to a message with another payload; nothing was stored.
+    clash: bool = False
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A message as people see it: its envelope and where it stands."""
+
+    envelope: Envelope
+    state: State
+    fence: int
+    attempt: int
+    crashes: int
+    replay_count: int
+    worker: str | None = None
+    ended_at: int | None = None
+    kept_until: int | None = None
+    result: bytes | None = None
+    failure: Failure | None = None
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One failed run."""
+
+    attempt: int
+    fence: int
+    at: int
+    worker: str
+    failure: Failure
+    delay: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Which messages are meant; every condition given must hold."""
+
+    ids: tuple[str, ...] | None = None
+    states: tuple[State, ...] | None = None
+    queue: str | None = None
+    message_type: str | None = None
+    correlation_id: str | None = None
+    #: Continue after this id; records come in the order of their ids.
+    after: str = ""
+    limit: int = limits.PAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOptions:
+    """How a whole ``put`` behaves."""
+
+    if_dead: Literal["keep", "redrive"] = "keep"
+    #: Covers all envelopes at once: the second put of the same batch stores nothing.
+    batch_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """Who did something to a message by hand, and why; kept for ever beside it."""
+
+    actor: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Purged:
+    """What one round of purging removed."""
+
+    bodies: int = 0
+    messages: int = 0
+    register: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.bodies + self.messages + self.register
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """An entry of the register."""
+
+    value: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many messages of one queue are in each state that needs attention."""
+
+    scheduled: int = 0
+    leased: int = 0
+    dead: int = 0
+
+
+class Transaction(Protocol):
+    """Everything in it commits together, or nothing does."""
+
+    @property
+    def connection(self) -> Any:
+        """The driver's own connection, inside the open transaction."""
+        ...
+
+    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Run the caller's SQL, untranslated, and return its rows."""
+        ...
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = ...) -> list[Stored]:
+        """Store messages; one whose key is taken is reported, not stored."""
+        ...
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        """End claims.  True for each that still held its fence; a stale one changes nothing and costs only itself."""
+        ...
+
+    async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        """Move messages as an operator: redrive, discard, cancel.  Returns the ids for which the move was legal."""
+        ...
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
+    ) -> bool:
+        """Compare and set one entry: written only if its version is still ``version`` (0: absent).  None removes it."""
+        ...
+
+    async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
+        """Remove what has outlived its time, oldest first, at most ``limit`` of each kind."""
+        ...
+
+
+class Store(Protocol):
+    """Keeps messages; see the module's docstring for what that means."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def open(self) -> None:
+        """Connect.  Raises ``SchemaError`` rather than write to a database it does not fully understand."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of every resource; calling it twice is harmless."""
+        ...
+
+    async def migrate(self) -> list[str]:
+        """Bring the schema to this version and return what was applied; safe when several processes call it at once."""
+        ...
+
+    def transaction(self, connection: Any = None) -> AbstractAsyncContextManager[Transaction]:
+        """Open a transaction: committed when the block ends, rolled back when it raises.
+
+        Given the caller's own connection, joins its transaction and leaves the commit to the caller.
+        """
+        ...
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = ...) -> list[Stored]:
+        """``Transaction.put`` with a commit of its own, which concurrent callers share.  Durable when it returns."""
+        ...
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        """``Transaction.settle`` with a commit of its own; the sends of those that held their fence go with it."""
+        ...
+
+    async def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        """Take due messages, the longest due first, including those whose lease ran out.
+
+        Committed when it returns, so no lock is held while a handler runs.
+        """
+        ...
+
+    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
+        """Keep leases for ``lease`` seconds from now.  False for each that was taken over."""
+        ...
+
+    async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
+        """Return early when there may be work.  A hint only: correctness never depends on it."""
+        ...
+
+    async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Run a read of the caller's outside any transaction."""
+        ...
+
+    async def find(self, query: Query) -> list[Record]:
+        """Return one page of records."""
+        ...
+
+    async def attempts(self, message_id: str) -> list[Attempt]:
+        """Return the failed runs of one message, oldest first."""
+        ...
+
+    async def registered(self, kind: str, name: str) -> Registered | None:
+        """Return one entry of the register unless it has expired."""
+        ...
+
+    async def count(self) -> dict[str, Counts]:
+        """Return, per queue, how many messages wait, run and are dead."""
+        ...
+

@@ -1,0 +1,38 @@
+"""Where messages rest: SQLite, embedded, and PostgreSQL, for a fleet of machines."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs, urlsplit
+
+from onefold.clock import Clock
+from onefold.errors import ConfigurationError
+from onefold.store import Store
+
+
+def open_store(url: str, *, clock: Clock | None = None) -> Store:
+    """Return the store a URL names, not yet open: ``sqlite:///shop.db`` or ``postgresql://host/database``."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "sqlite":
+        from onefold.stores.sqlite import SQLiteStore
+
+        path, _, query = rest.partition("?")
+        if not path.startswith("/") or len(path) < 2:
+            raise ConfigurationError(f"{url!r} names no file; write sqlite:///shop.db, or sqlite:////var/lib/shop.db")
+        options = {name: values[-1] for name, values in parse_qs(query).items()}
+        unknown = options.keys() - {"synchronous"}
+        if unknown:
+            raise ConfigurationError(f"sqlite: unknown option {sorted(unknown)[0]!r}; known: synchronous")
+        return SQLiteStore(path[1:], clock=clock, synchronous=options.get("synchronous", "FULL").upper())
+    if scheme in ("postgresql", "postgres"):
+        try:
+            from onefold.stores.postgres import PostgresStore
+        except ImportError as error:
+            raise ConfigurationError("PostgreSQL needs its driver: pip install 'onefold[postgres]'") from error
+        return PostgresStore(url, clock=clock)
+    raise ConfigurationError(f"{masked(url)!r} is not a store; use sqlite:///… or postgresql://…")
+
+
+def masked(url: str) -> str:
+    """Return the URL without its password, fit for logs and errors."""
+    parts = urlsplit(url)
+    return url if parts.password is None else url.replace(f":{parts.password}@", ":***@", 1)

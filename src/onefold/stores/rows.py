@@ -1,0 +1,119 @@
+"""Rows to records and back: the column order both stores share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope, pack_headers, unpack_headers
+from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Record, State
+
+encode_failure = msgspec.json.Encoder().encode
+_decode_failure = msgspec.json.Decoder(Failure).decode
+
+
+def message_row(e: Envelope, created_at: int) -> tuple[Any, ...]:
+    """Return the columns of ``message`` for one envelope."""
+    return (
+        e.id,
+        e.message_type,
+        e.schema_version,
+        e.queue,
+        e.idempotency_key,
+        e.correlation_id,
+        e.causation_id,
+        e.subject,
+        created_at,
+        e.retention,
+        e.payload_inline,
+        pack_headers(e),
+    )
+
+
+def envelope_of(row: tuple[Any, ...]) -> Envelope:
+    """Return the envelope of a row that begins with the columns of ``message``, then due and expiry."""
+    id_, type_, version, queue, key, correlation, causation, subject, created, retention, payload, packed, due, expires = row[:14]
+    headers = unpack_headers(packed)
+    return Envelope(
+        id=id_,
+        message_type=type_,
+        schema_version=version,
+        queue=queue,
+        idempotency_key=key,
+        correlation_id=correlation,
+        causation_id=causation,
+        subject=subject,
+        created_at=created,
+        retention=retention,
+        payload_inline=payload,
+        due_at=due,
+        expires_at=expires,
+        payload_ref=headers.payload_ref,
+        deduplication_key=headers.deduplication_key,
+        ordering_key=headers.ordering_key,
+        sequence=headers.sequence,
+        trace=headers.trace,
+        tags=headers.tags,
+    )
+
+
+def lease_of(row: tuple[Any, ...], *, claimed_at: int, worker: str) -> Lease:
+    """Return the lease of a row just claimed, whose fence column still shows the fence before the claim."""
+    fence, attempt, crashes, replay_count = row[14:18]
+    return Lease(envelope_of(row), fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker)
+
+
+def record_of(row: tuple[Any, ...]) -> Record:
+    """Return the record of a row of one of the ``find`` statements."""
+    fence, attempt, crashes, replay_count, state, worker, ended_at, kept_until, result, failure = row[14:24]
+    return Record(
+        envelope_of(row),
+        State(state),
+        fence,
+        attempt,
+        crashes,
+        replay_count,
+        worker,
+        ended_at,
+        kept_until,
+        result,
+        None if failure is None else _decode_failure(failure),
+    )
+
+
+def attempt_of(row: tuple[Any, ...]) -> Attempt:
+    """Return one failed run."""
+    attempt, fence, at, worker, failure, delay = row
+    return Attempt(attempt, fence, at, worker, _decode_failure(failure), delay)
+
+
+def outcome_row(lease: Lease, outcome: Done | Dead, now: int) -> tuple[Any, ...]:
+    """Return the columns of ``outcome`` for a message that ended."""
+    done = isinstance(outcome, Done)
+    kept_until = now + round(outcome.key_window * MICROSECONDS)
+    body_until = now + round(outcome.body_retention * MICROSECONDS)
+    return (
+        lease.id,
+        lease.envelope.queue,
+        int(State.DONE if done else State.DEAD),
+        lease.fence,
+        # A run that succeeded is not a failed attempt, one that died of its last failure is.
+        lease.attempt - 1 if done else lease.attempt,
+        lease.crashes,
+        lease.replay_count,
+        now,
+        kept_until,
+        min(kept_until, body_until),
+        outcome.result if isinstance(outcome, Done) else None,
+        None if isinstance(outcome, Done) else encode_failure(outcome.failure),
+    )
+
+
+def attempt_row(lease: Lease, outcome: Again | Dead, now: int) -> tuple[Any, ...] | None:
+    """Return the columns of ``attempt``, or None when nothing failed."""
+    if outcome.failure is None:
+        return None
+    delay = outcome.delay if isinstance(outcome, Again) else None
+    return (lease.id, lease.fence, lease.attempt, now, lease.worker, encode_failure(outcome.failure), delay)

@@ -1,0 +1,222 @@
+-- The statements of the SQLite store, in the order of a message's life.
+-- SQLite has one writer, so within BEGIN IMMEDIATE a read followed by a write is one atomic act.
+
+-- name: put_key
+INSERT INTO onefold_key (scope, key, kind, message_id, fingerprint, schema_version, expires_at)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+RETURNING message_id
+
+-- name: put_message
+-- Naming the id twice is a lost answer being asked for again: the same message, so nothing is to be done.
+INSERT INTO onefold_message (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id,
+    subject, created_at, retention, payload, headers)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO NOTHING
+
+-- name: put_delivery
+INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
+VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
+ON CONFLICT (id) DO NOTHING
+
+-- name: key_holder
+SELECT k.message_id, k.fingerprint, k.schema_version, k.expires_at, coalesce(d.state, o.state), o.kept_until
+FROM onefold_key k
+LEFT JOIN onefold_delivery d ON d.id = k.message_id
+LEFT JOIN onefold_outcome o ON o.id = k.message_id
+WHERE k.scope = ? AND k.key = ? AND k.kind = ?
+
+-- name: take_key
+UPDATE onefold_key
+SET message_id = ?4, fingerprint = ?5, schema_version = ?6, expires_at = ?7, suppressed = 0
+WHERE scope = ?1 AND key = ?2 AND kind = ?3
+
+-- name: count_suppressed
+UPDATE onefold_key SET suppressed = suppressed + 1 WHERE scope = ? AND key = ? AND kind = ?
+
+-- name: claim_expired
+-- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
+UPDATE onefold_delivery
+SET state = 0, crashes = crashes + 1, lease_until = NULL, worker = NULL
+WHERE state = 1 AND lease_until <= ?
+
+-- name: claim_possible
+SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
+    OR EXISTS (
+        SELECT 1 FROM onefold_delivery
+        WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
+            AND message_type IN (SELECT value FROM json_each(?4)))
+
+-- name: claim_select
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count
+FROM (
+    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count FROM onefold_delivery
+    WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
+    ORDER BY due_at LIMIT ?4
+) d
+CROSS JOIN onefold_message m ON m.id = d.id
+
+-- name: claim_take
+UPDATE onefold_delivery SET state = 1, fence = fence + 1, lease_until = ?, worker = ? WHERE id = ?
+
+-- name: extend
+UPDATE onefold_delivery SET lease_until = ? WHERE id = ? AND fence = ? AND state = 1 RETURNING id
+
+-- name: settle_end
+DELETE FROM onefold_delivery WHERE id = ? AND fence = ? RETURNING id
+
+-- name: settle_outcome
+INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
+    result, failure)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+
+-- name: settle_again
+-- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
+UPDATE onefold_delivery
+SET state = 0, fence = fence + 1, attempt = ?, due_at = ?, lease_until = NULL, worker = NULL
+WHERE id = ? AND fence = ?
+RETURNING id
+
+-- name: settle_hand_back
+UPDATE onefold_delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
+WHERE id = ? AND fence = ?
+RETURNING id
+
+-- name: settle_attempt
+INSERT INTO onefold_attempt (message_id, fence, attempt, at, worker, failure, delay) VALUES (?, ?, ?, ?, ?, ?, ?)
+
+-- name: move_redrive
+-- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
+INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
+SELECT o.id, o.queue, m.message_type, 0, ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END,
+    o.fence + 1, 0, 0, o.replay_count + 1
+FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
+WHERE o.id = ?2 AND o.state = 4 AND m.payload IS NOT NULL
+RETURNING id
+
+-- name: move_reopened
+DELETE FROM onefold_outcome WHERE id = ?
+
+-- name: move_discard
+UPDATE onefold_outcome SET state = 6, fence = fence + 1, kept_until = ?1, purge_at = ?1
+WHERE id = ?2 AND state = 4
+RETURNING id
+
+-- name: move_cancel
+-- A message that nobody ever claimed leaves its key free at once; one that may have run keeps it.
+INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at)
+SELECT id, queue, 5, fence + 1, attempt, crashes, replay_count, ?1,
+    CASE WHEN fence = 1 THEN ?1 ELSE ?2 END, CASE WHEN fence = 1 THEN ?1 ELSE ?2 END
+FROM onefold_delivery WHERE id = ?3
+RETURNING id
+
+-- name: move_cancelled
+DELETE FROM onefold_delivery WHERE id = ?
+
+-- name: move_event
+INSERT INTO onefold_event (at, message_id, kind, actor, reason) VALUES (?, ?, ?, ?, ?)
+
+-- name: register_insert
+INSERT INTO onefold_register (kind, name, value, version, expires_at) VALUES (?1, ?2, ?3, 1, ?4)
+ON CONFLICT (kind, name) DO UPDATE SET value = excluded.value, version = onefold_register.version + 1,
+    expires_at = excluded.expires_at
+WHERE onefold_register.expires_at <= ?5
+RETURNING version
+
+-- name: register_update
+UPDATE onefold_register SET value = ?3, version = version + 1, expires_at = ?4
+WHERE kind = ?1 AND name = ?2 AND version = ?6 AND (expires_at IS NULL OR expires_at > ?5)
+RETURNING version
+
+-- name: register_delete
+DELETE FROM onefold_register WHERE kind = ?1 AND name = ?2 AND version = ?3 RETURNING version
+
+-- name: registered
+SELECT value, version FROM onefold_register WHERE kind = ? AND name = ? AND (expires_at IS NULL OR expires_at > ?)
+
+-- name: purge_bodies
+SELECT id FROM onefold_outcome WHERE purge_at <= ?1 AND kept_until > ?1 ORDER BY purge_at LIMIT ?2
+
+-- name: purge_body
+UPDATE onefold_message SET payload = NULL WHERE id = ?
+
+-- name: purge_body_done
+UPDATE onefold_outcome SET purge_at = kept_until WHERE id = ?
+
+-- name: purge_messages
+SELECT o.id, m.message_type, m.idempotency_key
+FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
+WHERE o.purge_at <= ?1 AND o.kept_until <= ?1
+ORDER BY o.purge_at LIMIT ?2
+
+-- name: purge_message_key
+DELETE FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0 AND message_id = ?
+
+-- name: purge_message
+DELETE FROM onefold_message WHERE id = ?
+
+-- name: purge_outcome
+DELETE FROM onefold_outcome WHERE id = ?
+
+-- name: purge_attempts
+DELETE FROM onefold_attempt WHERE message_id = ?
+
+-- name: purge_keys
+DELETE FROM onefold_key
+WHERE (scope, key, kind) IN (SELECT scope, key, kind FROM onefold_key WHERE expires_at <= ? LIMIT ?)
+
+-- name: purge_register
+DELETE FROM onefold_register
+WHERE (kind, name) IN (SELECT kind, name FROM onefold_register WHERE expires_at <= ? LIMIT ?)
+
+-- name: find_ids
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM json_each(?) given
+JOIN onefold_message m ON m.id = given.value
+LEFT JOIN onefold_delivery d ON d.id = m.id
+LEFT JOIN onefold_outcome o ON o.id = m.id
+WHERE coalesce(d.state, o.state) IS NOT NULL
+ORDER BY m.id
+
+-- name: find_dead
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    0, 0, o.fence, o.attempt, o.crashes, o.replay_count, o.state, NULL, o.ended_at, o.kept_until, o.result, o.failure
+FROM onefold_outcome o
+JOIN onefold_message m ON m.id = o.id
+WHERE o.state = 4 AND o.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
+    AND (?4 IS NULL OR m.correlation_id = ?4)
+ORDER BY o.id LIMIT ?5
+
+-- name: find_any
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM onefold_message m
+LEFT JOIN onefold_delivery d ON d.id = m.id
+LEFT JOIN onefold_outcome o ON o.id = m.id
+WHERE m.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
+    AND (?4 IS NULL OR m.correlation_id = ?4)
+    AND coalesce(d.state, o.state) IN (SELECT value FROM json_each(?6))
+ORDER BY m.id LIMIT ?5
+
+-- name: attempts
+SELECT attempt, fence, at, worker, failure, delay FROM onefold_attempt WHERE message_id = ? ORDER BY fence
+
+-- name: count_alive
+SELECT queue, state, count(*) FROM onefold_delivery GROUP BY queue, state
+
+-- name: count_dead
+SELECT queue, count(*) FROM onefold_outcome WHERE state = 4 GROUP BY queue
+
+-- name: expire_all
+-- The machine was started again, so nobody who held a lease is alive.
+UPDATE onefold_delivery SET lease_until = 0 WHERE state = 1

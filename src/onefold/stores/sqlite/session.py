@@ -1,0 +1,293 @@
+"""The verbs on one SQLite connection, inside one open transaction.
+
+Everything here is plain blocking code: the store decides in which thread it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import apsw
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, Clock
+from onefold.envelope import Envelope
+from onefold.errors import KeyReuseError
+from onefold.store import (
+    Act,
+    Again,
+    Attempt,
+    Counts,
+    Dead,
+    Done,
+    HandBack,
+    Lease,
+    Outcome,
+    Purged,
+    PutOptions,
+    Query,
+    Record,
+    Registered,
+    State,
+    Stored,
+)
+from onefold.stores import keys
+from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
+from onefold.stores.rows import attempt_of, attempt_row, lease_of, message_row, outcome_row, record_of
+from onefold.stores.sql import load_statements
+
+SQL = load_statements("onefold.stores.sqlite")
+
+
+class Session:
+    """One connection and the clock that dates what is written through it."""
+
+    def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
+        self.connection = connection
+        self._clock = clock
+
+    def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run a named statement."""
+        return self.connection.execute(SQL[name], parameters).fetchall()
+
+    def _each(self, name: str, parameters: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        return self.connection.executemany(SQL[name], parameters).fetchall()
+
+    def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        return self.connection.execute(statement, parameters).fetchall()
+
+    # put
+
+    def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        now = self._clock.now()
+        if options.batch_key is not None:
+            return self._put_batch(envelopes, options.batch_key, now)
+        simple = [e for e in envelopes if e.keyed and e.deduplication_key is None]
+        won = {
+            row[0]
+            for row in self._each(
+                "put_key",
+                ((e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None) for e in simple),
+            )
+        }
+        fresh: list[Envelope] = []
+        answers: list[Stored] = []
+        for e in envelopes:
+            if e.id in won or (not e.keyed and e.deduplication_key is None):
+                fresh.append(e)
+                answers.append(Stored(e.id, State.SCHEDULED))
+            else:
+                answers.append(self._put_contested(e, options, now, fresh))
+        self._insert(fresh, now)
+        return answers
+
+    def _put_contested(self, e: Envelope, options: PutOptions, now: int, fresh: list[Envelope]) -> Stored:
+        """Store a message whose key is taken, or which has two keys: the idempotency key decides first."""
+        free: list[tuple[str, int, int | None]] = []
+        for kind, key, decide in (
+            (keys.IDEMPOTENCY, e.idempotency_key if e.keyed else None, judge),
+            (keys.DEDUPLICATION, e.deduplication_key, judge_deduplication),
+        ):
+            if key is None:
+                continue
+            holder = self._holder(e.scope, key, kind, fresh)
+            verdict = Verdict.FREE if holder is None else decide(holder, e, now)
+            if holder is None or verdict is Verdict.FREE:
+                free.append((key, kind, now + e.deduplicate_for if kind else None))
+                continue
+            if verdict is Verdict.DUPLICATE:
+                self.rows("count_suppressed", e.scope, key, kind)
+                if options.if_dead == "redrive" and holder.state is State.DEAD:
+                    act = Act(actor="sender", reason="sent again with if_dead='redrive'")
+                    if self.move([holder.message_id], State.SCHEDULED, act):
+                        return Stored(holder.message_id, State.SCHEDULED, duplicate=True)
+            return Stored(
+                holder.message_id,
+                holder.state or State.SCHEDULED,
+                duplicate=verdict is Verdict.DUPLICATE,
+                clash=verdict is Verdict.CLASH,
+            )
+        for key, kind, expires_at in free:
+            row = (e.scope, key, kind, e.id, e.fingerprint, e.schema_version, expires_at)
+            self.rows("put_key", *row) or self.rows("take_key", *row)
+        fresh.append(e)
+        return Stored(e.id, State.SCHEDULED)
+
+    def _holder(self, scope: str, key: str, kind: int, fresh: Sequence[Envelope] = ()) -> Holder | None:
+        for message_id, fingerprint, version, expires_at, state, kept_until in self.rows("key_holder", scope, key, kind):
+            if state is None and any(e.id == message_id for e in fresh):
+                state = State.SCHEDULED  # put a moment ago in this very call, its rows are about to be written
+            return Holder(
+                message_id, fingerprint, version, expires_at, None if state is None else State(state), kept_until
+            )
+        return None
+
+    def _put_batch(self, envelopes: Sequence[Envelope], batch_key: str, now: int) -> list[Stored]:
+        """All or nothing: every message is new, or every message is the one of the first time."""
+        fingerprint = keys.batch_fingerprint(list(envelopes))
+        holder = self._holder(keys.BATCH_SCOPE, batch_key, keys.BATCH)
+        answers = self.put(envelopes, PutOptions())
+        known = [a for a in answers if a.duplicate or a.clash]
+        if known and len(known) == len(answers) and not any(a.clash for a in answers):
+            if holder is None or holder.fingerprint == fingerprint:
+                return answers
+        if known or (holder is not None and holder.fingerprint != fingerprint and holder.state is not None):
+            first = known[0].id if known else holder.message_id if holder else ""
+            raise KeyReuseError("batch", batch_key, first)
+        row = (
+            keys.BATCH_SCOPE,
+            batch_key,
+            keys.BATCH,
+            envelopes[0].id,
+            fingerprint,
+            1,
+            now + round(limits.KEY_WINDOW * MICROSECONDS),
+        )
+        self.rows("put_key", *row) or self.rows("take_key", *row)
+        return answers
+
+    def _insert(self, envelopes: Sequence[Envelope], now: int) -> None:
+        self._each("put_message", (message_row(e, now) for e in envelopes))
+        self._each("put_delivery", (_delivery_row(e, now) for e in envelopes))
+
+    # claim
+
+    def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        now, steady = self._clock.now(), self._clock.steady()
+        self.rows("claim_expired", steady)
+        known = json.dumps(list(types))
+        rows: list[tuple[Any, ...]] = []
+        for queue in queues:
+            rows += self.rows("claim_select", queue, now, known, limit - len(rows))
+            if len(rows) >= limit:
+                break
+        until = steady + round(lease * MICROSECONDS)
+        self._each("claim_take", ((until, worker, row[0]) for row in rows))
+        return [lease_of(row, claimed_at=now, worker=worker) for row in rows]
+
+    def claim_possible(self, queues: Sequence[str], types: Sequence[str]) -> bool:
+        found = self.rows(
+            "claim_possible",
+            self._clock.steady(),
+            json.dumps(list(queues)),
+            self._clock.now(),
+            json.dumps(list(types)),
+        )
+        return bool(found[0][0])
+
+    def extend(self, leases: Sequence[Lease], lease: float) -> list[bool]:
+        until = self._clock.steady() + round(lease * MICROSECONDS)
+        held = {row[0] for row in self._each("extend", ((until, one.id, one.fence) for one in leases))}
+        return [one.id in held for one in leases]
+
+    # settle
+
+    def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        now = self._clock.now()
+        ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
+        again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
+        back = [lease for lease, o in settlements if isinstance(o, HandBack)]
+        won = {row[0] for row in self._each("settle_end", ((lease.id, lease.fence) for lease, _ in ended))}
+        won |= {row[0] for row in self._each("settle_again", (_again_row(lease, o, now) for lease, o in again))}
+        won |= {row[0] for row in self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back))}
+        self._each("settle_outcome", (outcome_row(lease, o, now) for lease, o in ended if lease.id in won))
+        failed = (attempt_row(l, o, now) for l, o in settlements if isinstance(o, Again | Dead) and l.id in won)
+        self._each("settle_attempt", (row for row in failed if row is not None))
+        sends = [e for lease, o in ended if isinstance(o, Done) and lease.id in won for e in o.sends]
+        if sends:
+            self.put_sends(sends)
+        return [lease.id in won for lease, _ in settlements]
+
+    def put_sends(self, envelopes: Sequence[Envelope]) -> None:
+        """Put what handlers sent; a key that clashes fails the handler that sent it."""
+        for e, stored in zip(envelopes, self.put(envelopes, PutOptions()), strict=True):
+            if stored.clash:
+                raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+
+    # operators
+
+    def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        now = self._clock.now()
+        moved: list[str] = []
+        for id_ in ids:
+            if to is State.SCHEDULED:
+                legal = self.rows("move_redrive", now, id_) and not self.rows("move_reopened", id_)
+            elif to is State.DISCARDED:
+                legal = bool(self.rows("move_discard", now, id_))
+            elif to is State.CANCELLED:
+                kept_until = now + round(limits.KEY_WINDOW * MICROSECONDS)
+                legal = self.rows("move_cancel", now, kept_until, id_) and not self.rows("move_cancelled", id_)
+            else:
+                raise ValueError(f"no operator may move a message to {to.name}")
+            if legal:
+                self.rows("move_event", now, id_, _MOVE_NAMES[to], act.actor, act.reason)
+                moved.append(id_)
+        return moved
+
+    def register(self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None) -> bool:
+        now = self._clock.now()
+        if value is None:
+            return bool(self.rows("register_delete", kind, name, version))
+        if version == 0:
+            return bool(self.rows("register_insert", kind, name, value, expires_at, now))
+        return bool(self.rows("register_update", kind, name, value, expires_at, now, version))
+
+    def registered(self, kind: str, name: str) -> Registered | None:
+        for value, version in self.rows("registered", kind, name, self._clock.now()):
+            return Registered(value, version)
+        return None
+
+    def purge(self, limit: int) -> Purged:
+        now = self._clock.now()
+        bodies = self.rows("purge_bodies", now, limit)
+        self._each("purge_body", bodies)
+        self._each("purge_body_done", bodies)
+        gone = self.rows("purge_messages", now, limit)
+        self._each("purge_message_key", ((scope, key, id_) for id_, scope, key in gone))
+        for name in ("purge_message", "purge_outcome", "purge_attempts"):
+            self._each(name, ((row[0],) for row in gone))
+        self.rows("purge_keys", now, limit)
+        self.rows("purge_register", now, limit)
+        return Purged(bodies=len(bodies), messages=len(gone), register=self.connection.changes())
+
+    # people
+
+    def find(self, query: Query) -> list[Record]:
+        limit = min(query.limit, limits.PAGE_MAX)
+        if query.ids is not None:
+            rows = self.rows("find_ids", json.dumps(list(query.ids)))
+        elif query.states == (State.DEAD,):
+            rows = self.rows("find_dead", query.after, query.queue, query.message_type, query.correlation_id, limit)
+        else:
+            states = json.dumps([int(s) for s in query.states or State])
+            given = (query.after, query.queue, query.message_type, query.correlation_id, limit, states)
+            rows = self.rows("find_any", *given)
+        return [record_of(row) for row in rows]
+
+    def attempts(self, message_id: str) -> list[Attempt]:
+        return [attempt_of(row) for row in self.rows("attempts", message_id)]
+
+    def count(self) -> dict[str, Counts]:
+        counts: dict[str, dict[str, int]] = {}
+        for queue, state, number in self.rows("count_alive"):
+            counts.setdefault(queue, {})[State(state).name.lower()] = number
+        for queue, number in self.rows("count_dead"):
+            counts.setdefault(queue, {})["dead"] = number
+        return {queue: Counts(**numbers) for queue, numbers in counts.items()}
+
+
+_MOVE_NAMES = {State.SCHEDULED: "redrive", State.DISCARDED: "discard", State.CANCELLED: "cancel"}
+
+
+def _delivery_row(e: Envelope, now: int) -> tuple[Any, ...]:
+    due_at = e.due_at or now + e.delay
+    return (e.id, e.queue, e.message_type, due_at, due_at + e.retention if e.retention else 0)
+
+
+def _again_row(lease: Lease, outcome: Again, now: int) -> tuple[Any, ...]:
+    attempt = lease.attempt if outcome.counted else lease.attempt - 1
+    return (attempt, now + round(outcome.delay * MICROSECONDS), lease.id, lease.fence)

