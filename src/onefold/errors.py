@@ -125,7 +125,9 @@ class ResultTimeoutError(OnefoldError):
 class Retry(Exception):  # noqa: N818 - an instruction, not an error
     """Raised by a handler: try again ``after`` this long, counted as an attempt."""
 
-    def __init__(self, reason: str = "the handler asked for a retry", *, after: timedelta | float | None = None) -> None:
+    def __init__(
+        self, reason: str = "the handler asked for a retry", *, after: timedelta | float | None = None
+    ) -> None:
         super().__init__(reason)
         self.after_seconds = None if after is None else seconds(after)
 

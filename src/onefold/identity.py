@@ -43,7 +43,9 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
     parts = list(string.Formatter().parse(template))
     fields = [(literal, field) for literal, field, _, _ in parts if field is not None]
     if not fields and what == "key":
-        raise ConfigurationError(f"{name}: {what} {template!r} names no argument, so every message would be the same one")
+        raise ConfigurationError(
+            f"{name}: {what} {template!r} names no argument, so every message would be the same one"
+        )
     for index, (literal, field) in enumerate(fields):
         root = field.split(".")[0].split("[")[0]
         if root not in hints:
@@ -78,7 +80,7 @@ def _text(what: str, field: str, value: Any) -> str:
     if not isinstance(value, _SIMPLE) or value == "":
         raise EnvelopeError(
             "idempotency_key" if what == "key" else what,
-            f"{field} is {type(value).__name__} {str(value)[:40]!r}; use text that is not empty, whole numbers, UUIDs, dates or enums",
+            f"{field} is an empty text or a {type(value).__name__}; use text, whole numbers, UUIDs, dates or enums",
         )
     return str(value)
 

@@ -237,7 +237,9 @@ class Transaction(Protocol):
         """The driver's own connection, inside the open transaction."""
         ...
 
-    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+    async def execute(
+        self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         """Run the caller's SQL, untranslated, and return its rows."""
         ...
 
@@ -333,4 +335,3 @@ class Store(Protocol):
     async def count(self) -> dict[str, Counts]:
         """Return, per queue, how many messages wait, run and are dead."""
         ...
-

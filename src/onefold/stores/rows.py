@@ -34,7 +34,22 @@ def message_row(e: Envelope, created_at: int) -> tuple[Any, ...]:
 
 def envelope_of(row: tuple[Any, ...]) -> Envelope:
     """Return the envelope of a row that begins with the columns of ``message``, then due and expiry."""
-    id_, type_, version, queue, key, correlation, causation, subject, created, retention, payload, packed, due, expires = row[:14]
+    (
+        id_,
+        type_,
+        version,
+        queue,
+        key,
+        correlation,
+        causation,
+        subject,
+        created,
+        retention,
+        payload,
+        packed,
+        due,
+        expires,
+    ) = row[:14]
     headers = unpack_headers(packed)
     return Envelope(
         id=id_,

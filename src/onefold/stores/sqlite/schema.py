@@ -17,7 +17,9 @@ CREATE TABLE IF NOT EXISTS onefold_migration (
 
 def missing_migrations(connection: apsw.Connection) -> list[Migration]:
     """Return what is still to be applied; raises ``SchemaError`` for a schema from the future or not ours."""
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE name LIKE 'onefold\\_%' ESCAPE '\\'")}
+    tables = {
+        row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE name LIKE 'onefold\\_%' ESCAPE '\\'")
+    }
     if "onefold_migration" not in tables:
         if tables:
             raise SchemaError(

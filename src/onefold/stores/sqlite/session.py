@@ -116,7 +116,9 @@ class Session:
         return Stored(e.id, State.SCHEDULED)
 
     def _holder(self, scope: str, key: str, kind: int, fresh: Sequence[Envelope] = ()) -> Holder | None:
-        for message_id, fingerprint, version, expires_at, state, kept_until in self.rows("key_holder", scope, key, kind):
+        for message_id, fingerprint, version, expires_at, state, kept_until in self.rows(
+            "key_holder", scope, key, kind
+        ):
             if state is None and any(e.id == message_id for e in fresh):
                 state = State.SCHEDULED  # put a moment ago in this very call, its rows are about to be written
             return Holder(

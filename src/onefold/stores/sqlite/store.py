@@ -17,7 +17,7 @@ import apsw
 from onefold import limits
 from onefold.clock import Clock, SystemClock, boot_id
 from onefold.envelope import Envelope
-from onefold.errors import ConfigurationError, OnefoldError, StoreError, StoreUnavailableError
+from onefold.errors import ConfigurationError, StoreError
 from onefold.store import (
     Act,
     Attempt,
@@ -71,7 +71,9 @@ class SQLiteTransaction:
     def connection(self) -> apsw.Connection:
         return self._session.connection
 
-    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+    async def execute(
+        self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         return await self._store.on_writer(self._session.execute, statement, parameters)
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
@@ -160,9 +162,7 @@ class SQLiteStore:
             raise
 
     def _connect(self) -> apsw.Connection:
-        return open_connection(
-            self.path, synchronous=self._synchronous, trace=self._trace, blocking=not self._inline
-        )
+        return open_connection(self.path, synchronous=self._synchronous, trace=self._trace, blocking=not self._inline)
 
     async def close(self) -> None:
         if not self._opened:
@@ -170,7 +170,10 @@ class SQLiteStore:
         self._opened = False
         await self._writes.close()
         self._wake.close()
-        for session, runner in ((getattr(self, "_reader", None), self._reading), (getattr(self, "_writer", None), self._writing)):
+        for session, runner in (
+            (getattr(self, "_reader", None), self._reading),
+            (getattr(self, "_writer", None), self._writing),
+        ):
             if session is not None:
                 await runner.run(session.connection.close)
             runner.close()

@@ -1,0 +1,68 @@
+"""onefold: durable tasks and messages, delivered at least once, whose effect happens once."""
+
+from onefold.app import App
+from onefold.envelope import Envelope
+from onefold.errors import (
+    CancelledMessageError,
+    ConfigurationError,
+    DeadError,
+    DecodeError,
+    EnvelopeError,
+    HandlerError,
+    HandlerTimeoutError,
+    KeyReuseError,
+    LeaseLostError,
+    LimitError,
+    OnefoldError,
+    Reject,
+    ResultTimeoutError,
+    Retry,
+    SchemaError,
+    Snooze,
+    StoreError,
+    StoreUnavailableError,
+    TransactionOpenError,
+    TransactionTooLongError,
+)
+from onefold.inspection import DeadLetter
+from onefold.receipt import Receipt
+from onefold.registry import Call, Task
+from onefold.retry import RetryPolicy
+from onefold.store import State
+from onefold.transaction import AppTransaction, Context
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "App",
+    "AppTransaction",
+    "Call",
+    "CancelledMessageError",
+    "ConfigurationError",
+    "Context",
+    "DeadError",
+    "DeadLetter",
+    "DecodeError",
+    "Envelope",
+    "EnvelopeError",
+    "HandlerError",
+    "HandlerTimeoutError",
+    "KeyReuseError",
+    "LeaseLostError",
+    "LimitError",
+    "OnefoldError",
+    "Receipt",
+    "Reject",
+    "ResultTimeoutError",
+    "Retry",
+    "RetryPolicy",
+    "SchemaError",
+    "Snooze",
+    "State",
+    "StoreError",
+    "StoreUnavailableError",
+    "Task",
+    "TransactionOpenError",
+    "TransactionTooLongError",
+    "__version__",
+]

@@ -1,0 +1,5 @@
+"""``python -m onefold``."""
+
+from onefold.cli import main
+
+main()

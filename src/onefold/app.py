@@ -1,0 +1,344 @@
+"""Entry: the app joins a store and the handlers declared on it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+
+from onefold import inspection, limits
+from onefold.clock import Clock, SystemClock, new_id, system_random
+from onefold.envelope import Envelope, check
+from onefold.errors import ConfigurationError, KeyReuseError, seconds
+from onefold.execution import Execution, Middleware
+from onefold.identity import KeySource
+from onefold.inspection import DeadLetter
+from onefold.receipt import Receipt
+from onefold.registry import Call, Effect, Registry, Task, TaskSettings
+from onefold.retry import RetryPolicy
+from onefold.store import Counts, PutOptions, Query, Record, Store
+from onefold.stores import open_store
+from onefold.transaction import AppTransaction, Buffer, Context, current
+from onefold.worker import Worker, WorkerSettings
+
+logger = logging.getLogger("onefold")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
+OnSend = Callable[[Envelope], Envelope]
+
+#: Where the store's URL is looked for when the app is made without one.
+URL_VARIABLE = "ONEFOLD_URL"
+
+
+class App:
+    """Handlers and the store their messages rest in.
+
+    ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.
+    Use it as ``async with app``.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        store: Store | None = None,
+        include: Sequence[str] = (),
+        clock: Clock | None = None,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._url = url
+        self._given_store = store
+        self._clock = clock or SystemClock()
+        self._test_clock = clock
+        self._chance = chance or system_random()
+        self._include = tuple(include)
+        self._store: Store | None = None
+        self._registry = Registry()
+        self._middleware: list[Middleware] = []
+        self._on_send: list[OnSend] = []
+        self._lifespan: Lifespan | None = None
+        self._workers: list[Worker] = []
+
+    # declaring
+
+    @overload
+    def task(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
+    @overload
+    def task(
+        self,
+        *,
+        name: str | None = None,
+        key: KeySource | None = None,
+        subject: KeySource | None = None,
+        fingerprint: tuple[str, ...] | None = None,
+        queue: str = "default",
+        version: int = 1,
+        retry: RetryPolicy = ...,
+        timeout: timedelta | float | None = None,
+        expires: timedelta | float | None = limits.MESSAGE_RETENTION,
+        key_window: timedelta | float = limits.KEY_WINDOW,
+        settle: Literal["batch", "now"] = "batch",
+        effects: tuple[Effect, ...] | None = None,
+    ) -> _Declare: ...
+    def task(self, function: Callable[..., Awaitable[Any]] | None = None, /, **settings: Any) -> Any:
+        """Declare a handler; everything about it that can be checked is checked here.
+
+        ``key`` says what the work is, as a template over the arguments or a function of them:
+        two sends with the same key are one piece of work, and its effect happens once while the key is kept
+        (exact on both stores).  Without one, every send is a piece of work of its own.
+        """
+        declare = _Declare(self, TaskSettings(**settings))
+        return declare if function is None else declare(function)
+
+    def lifespan(self, opens: Lifespan) -> Lifespan:
+        """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
+        self._lifespan = opens
+        return opens
+
+    def middleware(self, wraps: Middleware) -> Middleware:
+        """Wrap every run of every handler: ``async def trace(ctx, proceed): return await proceed()``."""
+        self._middleware.append(wraps)
+        return wraps
+
+    def on_send(self, changes: OnSend) -> OnSend:
+        """See, and with ``msgspec.structs.replace`` change, every message before it is stored: tags, trace, tenant."""
+        self._on_send.append(changes)
+        return changes
+
+    @property
+    def tasks(self) -> dict[str, Task[Any, Any]]:
+        """The declared tasks by name."""
+        return dict(self._registry.tasks)
+
+    # opening
+
+    async def __aenter__(self) -> App:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Import what is included and open the store; calling it twice is harmless."""
+        for module in self._include:
+            importlib.import_module(module)
+        if self._store is None:
+            store = self._make_store()
+            await store.open()
+            self._store = store
+
+    async def close(self) -> None:
+        """Close the store; calling it twice is harmless."""
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
+
+    async def migrate(self) -> list[str]:
+        """Bring the database's schema to this version; returns the names of the migrations applied."""
+        if self._store is not None:
+            return await self._store.migrate()
+        store = self._make_store()
+        try:
+            return await store.migrate()
+        finally:
+            await store.close()
+
+    def _make_store(self) -> Store:
+        if self._given_store is not None:
+            return self._given_store
+        url = self._url or os.environ.get(URL_VARIABLE)
+        if not url:
+            raise ConfigurationError(
+                f"the app has no store: give App a URL such as sqlite:///app.db, or set {URL_VARIABLE}"
+            )
+        return open_store(url, clock=self._test_clock)
+
+    @property
+    def store(self) -> Store:
+        """The open store."""
+        if self._store is None:
+            raise ConfigurationError("the app is not open; use `async with app:` around what you do with it")
+        return self._store
+
+    @contextmanager
+    def override(self, *, store: Store) -> Iterator[App]:
+        """Use another store for the length of the block, for tests; open the app inside it."""
+        given, self._given_store = self._given_store, store
+        try:
+            yield self
+        finally:
+            self._given_store = given
+
+    # sending
+
+    def _prepare(self, call: Call[R], parent: Envelope | None, index: int) -> tuple[Envelope, Receipt[R]]:
+        envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
+        for change in self._on_send:
+            envelope = check(change(envelope))
+        receipt = Receipt[R](envelope.id, call.task.signature.decode_result, self.store.find, self._clock.sleep)
+        return envelope, receipt
+
+    async def dispatch(self, call: Call[R]) -> Receipt[R]:
+        """Send one call; inside a handler or transaction it joins that commit instead of leaving now."""
+        inside = current.get()
+        if isinstance(inside, Context):
+            return inside.buffer.add(call)
+        if isinstance(inside, AppTransaction):
+            return inside.add(call)
+        envelope, receipt = self._prepare(call, None, 0)
+        stored = (await self.store.put([envelope], PutOptions(if_dead=call.options.get("if_dead", "keep"))))[0]
+        if stored.clash:
+            raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
+        if stored.duplicate:
+            logger.info(
+                "duplicate_skipped message_id=%s message_type=%s idempotency_key=%s",
+                stored.id,
+                envelope.message_type,
+                envelope.idempotency_key,
+            )
+        receipt.confirm(stored)
+        return receipt
+
+    async def send_many(self, calls: Iterable[Call[Any]], *, batch_key: str | None = None) -> list[Receipt[Any]]:
+        """Send many calls in one commit: all of them are stored, or none.
+
+        ``batch_key`` names the whole batch: sending it again stores nothing and returns the first receipts.
+        Messages may have keys of their own too; one that belongs to another payload fails the batch.
+        """
+        buffer = Buffer(self._prepare)
+        for number, call in enumerate(calls):
+            if number >= limits.SEND_MANY_MAX:
+                raise ConfigurationError(f"more than {limits.SEND_MANY_MAX} messages in one commit; send them in parts")
+            if batch_key is not None and call.key is None:
+                call = replace(call, key=f"{limits.check_bytes('batch_key', batch_key, 400)}#{number}")
+            buffer.add(call)
+        if not buffer.envelopes:
+            return []
+        if current.get() is not None:
+            raise ConfigurationError(
+                "inside a handler or transaction use its own send_many, so that it joins the commit"
+            )
+        async with self.store.transaction() as transaction:
+            stored = await transaction.put(buffer.envelopes, PutOptions(batch_key=batch_key))
+            buffer.refuse_clashes(stored)
+        buffer.confirm(stored)
+        return buffer.receipts
+
+    @asynccontextmanager
+    async def transaction(self, connection: Any = None) -> AsyncIterator[AppTransaction]:
+        """Write rows and send messages in one commit.
+
+        When the block ends, everything is durable; when it raises or the process dies, nothing has happened.
+        With ``connection`` it joins the transaction that is open there, and its owner commits.
+        """
+        buffer = Buffer(self._prepare)
+        async with self.store.transaction(connection) as opened:
+            inside = AppTransaction(opened, buffer)
+            token = current.set(inside)
+            try:
+                yield inside
+            finally:
+                current.reset(token)
+            stored = await opened.put(buffer.envelopes) if buffer.envelopes else []
+            buffer.refuse_clashes(stored)
+        buffer.confirm(stored)
+
+    # working
+
+    async def work(
+        self,
+        *,
+        queues: Sequence[str] | None = None,
+        concurrency: int = limits.CONCURRENCY,
+        lease: timedelta | float = limits.LEASE,
+        stop_after: timedelta | float = limits.STOP_SECONDS,
+        name: str | None = None,
+        until_idle: bool = False,
+    ) -> int:
+        """Run handlers in this process and return how many messages were settled.
+
+        Works until ``stop_working``; with ``until_idle``, until nothing is due.
+        Leases are renewed from this event loop: a handler that blocks it for longer than the lease loses its message
+        to another worker, and its work is rolled back.
+        """
+        settings = WorkerSettings(
+            name=name or self._worker_name(),
+            queues=list(queues or self._registry.queues()),
+            concurrency=concurrency,
+            lease_seconds=seconds(lease),
+            stop_seconds=seconds(stop_after),
+            until_idle=until_idle,
+        )
+        async with AsyncExitStack() as stack:
+            resources = await stack.enter_async_context(self._lifespan()) if self._lifespan else None
+            execution = Execution(
+                self.store, self._registry, self._clock, self._chance, self._prepare, self._middleware, resources
+            )
+            worker = Worker(execution, settings)
+            self._workers.append(worker)
+            try:
+                await worker.run()
+            finally:
+                self._workers.remove(worker)
+            return worker.done
+
+    def stop_working(self) -> None:
+        """Ask the workers of this app to finish what they run, hand back the rest and return."""
+        for worker in self._workers:
+            worker.stop()
+
+    def _worker_name(self) -> str:
+        """Name this worker; the random part tells a restarted process from its predecessor."""
+        return f"{socket.gethostname()[:24].lower()}-{os.getpid()}-{self._chance.getrandbits(32):08x}"
+
+    # people
+
+    def dead_letters(self, *, queue: str | None = None, message_type: str | None = None) -> AsyncIterator[DeadLetter]:
+        """Go through the dead letters, oldest first: ``async for letter in app.dead_letters()``."""
+        return inspection.dead_letters(self.store, queue=queue, message_type=message_type)
+
+    async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+        """Reopen dead letters in one commit; returns the ids this call reopened."""
+        return await inspection.redrive(self.store, ids, actor=actor, reason=reason)
+
+    async def cancel(self, message_id: str, *, actor: str, reason: str) -> bool:
+        """Take a message back; one that runs can no longer commit."""
+        return await inspection.cancel(self.store, message_id, actor=actor, reason=reason)
+
+    async def find(self, query: Query) -> list[Record]:
+        """Return one page of messages with where they stand."""
+        return await self.store.find(query)
+
+    async def count(self) -> dict[str, Counts]:
+        """Return, per queue, how many messages wait, run and are dead."""
+        return await self.store.count()
+
+
+class _Declare:
+    """The decorator ``app.task(…)`` returns."""
+
+    def __init__(self, app: App, settings: TaskSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
+    def __call__(self, function: Callable[..., Awaitable[Any]], /) -> Any:
+        task: Task[Any, Any] = Task(self._app, function, self._settings)
+        self._app._registry.add(task)
+        return task

@@ -1,0 +1,119 @@
+"""For people: reading what became of messages, and the operator's verbs.
+
+The command line, the dashboard and user code all go through here, so every act is checked and recorded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import to_datetime
+from onefold.envelope import to_json
+from onefold.errors import ConfigurationError, StoreError
+from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
+
+
+class DeadLetter:
+    """A message that will not run again by itself, with everything known about why."""
+
+    def __init__(self, record: Record, store: Store) -> None:
+        if record.failure is None:
+            raise StoreError(f"message {record.envelope.id} is not a dead letter")
+        self.id = record.envelope.id
+        self.message = record.envelope
+        self.failure: Failure = record.failure
+        self.replay_count = record.replay_count
+        self.crashes = record.crashes
+        self._record = record
+        self._store = store
+
+    async def attempts(self) -> list[Attempt]:
+        """Return every failed run, oldest first."""
+        return await self._store.attempts(self.id)
+
+    async def redrive(self, *, actor: str, reason: str) -> bool:
+        """Let it run again with the same key and a full set of attempts.
+
+        True when this call reopened it; False when somebody else had, or its body is no longer kept.
+        A crash before it returns leaves it either dead or reopened, never both.
+        """
+        return bool(await redrive(self._store, [self.id], actor=actor, reason=reason))
+
+    async def discard(self, *, actor: str, reason: str) -> bool:
+        """Close it for good; its key is free again."""
+        return bool(await _move(self._store, [self.id], State.DISCARDED, actor=actor, reason=reason))
+
+    async def as_dict(self) -> dict[str, Any]:
+        """Return the letter with all that is known about its failure, ready for JSON."""
+        record, message = self._record, self.message
+        return {
+            "original_message": msgspec.json.decode(to_json(message)) if message.payload_inline is not None else None,
+            "error_type": self.failure.error_type,
+            "error_message": self.failure.error_message,
+            "stack_trace": self.failure.stack,
+            "upstream_status": self.failure.status_code,
+            "reason": self.failure.reason,
+            "attempts": [
+                {
+                    "attempt": one.attempt,
+                    "at": to_datetime(one.at).isoformat(),
+                    "worker": one.worker,
+                    "fence": one.fence,
+                    "error_type": one.failure.error_type,
+                    "error_message": one.failure.error_message,
+                    "delay": one.delay,
+                }
+                for one in await self.attempts()
+            ],
+            "retry_count": max(record.attempt - 1, 0),
+            "crashes": record.crashes,
+            "replay_count": record.replay_count,
+            "failed_at": None if record.ended_at is None else to_datetime(record.ended_at).isoformat(),
+            "kept_until": None if record.kept_until is None else to_datetime(record.kept_until).isoformat(),
+            "source_queue": message.queue,
+            "consumer": message.scope,
+            "original_timestamp": to_datetime(message.created_at).isoformat(),
+            "fence": record.fence,
+        }
+
+    def __repr__(self) -> str:
+        return f"<dead letter {self.id} {self.message.message_type} ({self.failure.reason})>"
+
+
+async def dead_letters(
+    store: Store, *, queue: str | None = None, message_type: str | None = None
+) -> AsyncIterator[DeadLetter]:
+    """Go through the dead letters, oldest first, a page at a time; letters redriven meanwhile are not met twice."""
+    after = ""
+    while True:
+        page = await store.find(Query(states=(State.DEAD,), queue=queue, message_type=message_type, after=after))
+        for record in page:
+            yield DeadLetter(record, store)
+        if len(page) < limits.PAGE:
+            return
+        after = page[-1].envelope.id
+
+
+async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+    """Reopen dead letters, all in one commit; returns those that were reopened by this call."""
+    if len(ids) > limits.REDRIVE_MAX:
+        raise ConfigurationError(
+            f"{len(ids)} letters at once; at most {limits.REDRIVE_MAX} are redriven by one call: try a few, then the rest"
+        )
+    return await _move(store, ids, State.SCHEDULED, actor=actor, reason=reason)
+
+
+async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> bool:
+    """Take a message back.  One that runs is shut out by its fence: what its handler does can no longer commit."""
+    return bool(await _move(store, [message_id], State.CANCELLED, actor=actor, reason=reason))
+
+
+async def _move(store: Store, ids: Sequence[str], to: State, *, actor: str, reason: str) -> list[str]:
+    limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
+    limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
+    async with store.transaction() as transaction:
+        return await transaction.move(ids, to, Act(actor=actor, reason=reason))

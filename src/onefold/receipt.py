@@ -1,0 +1,99 @@
+"""What a sender holds in its hands: which message it was, and the way to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from onefold.errors import (
+    CancelledMessageError,
+    DeadError,
+    ResultTimeoutError,
+    StoreError,
+    TransactionOpenError,
+    seconds,
+)
+from onefold.store import Query, Record, State, Stored
+
+R = TypeVar("R")
+
+#: Looks for a result come quickly at first and then settle at this interval.
+_LOOK_SECONDS_FIRST, _LOOK_SECONDS_MAX = 0.005, 0.25
+
+Find = Callable[[Query], Awaitable[list[Record]]]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Receipt(Generic[R]):
+    """Proof that a message was stored, or that it already was.
+
+    Inside a transaction the id is known at once, and the rest after the commit.
+    """
+
+    def __init__(self, id_: str, decode: Callable[[bytes], R], find: Find, sleep: Sleep) -> None:
+        self._id = id_
+        self._decode = decode
+        self._find = find
+        self._sleep = sleep
+        self._stored: Stored | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of the message; for a duplicate, of the first one."""
+        return self._id if self._stored is None else self._stored.id
+
+    @property
+    def duplicate(self) -> bool:
+        """Whether the message was there already and nothing was stored."""
+        return self._known().duplicate
+
+    @property
+    def state(self) -> State:
+        """Where the message stood when it was sent."""
+        return self._known().state
+
+    def _known(self) -> Stored:
+        if self._stored is None:
+            raise TransactionOpenError("whether the message is a duplicate is known after the commit")
+        return self._stored
+
+    def confirm(self, stored: Stored) -> None:
+        """Take down what the store answered; called once, when the commit is certain."""
+        self._stored = stored
+
+    async def result(self, *, timeout: timedelta | float | None = None) -> R:
+        """Wait for the outcome and return what the handler returned.
+
+        Raises ``DeadError`` if the message is a dead letter, ``CancelledMessageError`` if it was taken back,
+        and ``ResultTimeoutError`` when ``timeout`` passes first; waiting changes nothing about the message.
+        """
+        self._known()
+        left = None if timeout is None else seconds(timeout)
+        pause = _LOOK_SECONDS_FIRST
+        while True:
+            if record := await self._ended():
+                return self._outcome(record)
+            if left is not None and left <= 0:
+                raise ResultTimeoutError(f"message {self.id} has no outcome yet; it is still alive")
+            pause = min(pause, left) if left is not None else pause
+            await self._sleep(pause)
+            left = None if left is None else left - pause
+            pause = min(pause * 2, _LOOK_SECONDS_MAX)
+
+    async def _ended(self) -> Record | None:
+        found = await self._find(Query(ids=(self.id,)))
+        if not found:
+            raise StoreError(f"message {self.id} is no longer kept; its key window is over")
+        return found[0] if found[0].state.ended else None
+
+    def _outcome(self, record: Record) -> R:
+        if record.state is State.DONE and record.result is not None:
+            return self._decode(record.result)
+        if record.state is State.DEAD and record.failure is not None:
+            failure = record.failure
+            raise DeadError(self.id, failure.reason, failure.error_type, failure.error_message)
+        raise CancelledMessageError(f"message {self.id} was {record.state.name.lower()}; it has no result")
+
+    def __repr__(self) -> str:
+        return f"<receipt {self.id}{' (duplicate)' if self._stored and self._stored.duplicate else ''}>"

@@ -1,0 +1,275 @@
+"""Stage 1, declare: what was declared, checked when it is declared.
+
+A task is a function with a name, a way to find its key, and a policy.
+It belongs to a sender, which is anything that can send a call, so this module knows nothing of apps and stores.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, to_instant
+from onefold.codec import Signature
+from onefold.envelope import UNKEYED, Envelope, check
+from onefold.errors import ConfigurationError, seconds
+from onefold.identity import KeyFunction, KeySource, derived_key, from_source
+from onefold.receipt import Receipt
+from onefold.retry import RetryPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: What a handler does outside its own commit, as it declares it; `docs/guarantees.md` explains the letters.
+Effect = Literal["T", "K", "F", "N"]
+
+
+class SendOptions(TypedDict, total=False):
+    """What ``task.options(…)`` accepts."""
+
+    #: The idempotency key, instead of the one made by the task's ``key=``.
+    key: str
+    #: Send it only after this long, or not before this moment.
+    delay: timedelta | float
+    at: datetime
+    #: Coalesce triggers: while this key's window lasts, a second send is a duplicate whatever its payload.
+    #: Exact on every store: the check and the write are one atomic act.
+    deduplicate: str
+    deduplicate_for: timedelta | float
+    #: Give up this long after it became due, as a dead letter with the reason ``expired``; None keeps it for ever.
+    expires: timedelta | float | None
+    queue: str
+    subject: str
+    correlation_id: str
+    causation_id: str
+    ordering_key: str
+    sequence: int
+    trace: str
+    tags: dict[str, str]
+    #: What a second send does when the first one is a dead letter.
+    if_dead: Literal["keep", "redrive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One call of a task, checked and encoded, not yet sent."""
+
+    task: Task[Any, R]
+    payload: bytes
+    fingerprint: bytes
+    key: str | None
+    subject: str | None
+    options: SendOptions
+
+    def envelope(self, id_: str, *, parent: Envelope | None = None, index: int = 0) -> Envelope:
+        """Make the message; ``parent`` is the one whose handler sends it, as its ``index``-th send without a key."""
+        options = self.options
+        key = self.key
+        if key is None:
+            key = derived_key(parent.id, index) if parent is not None else f"{UNKEYED}{id_}"
+        expires = options.get("expires", self.task.expires)
+        return check(
+            Envelope(
+                id=id_,
+                message_type=self.task.name,
+                schema_version=self.task.version,
+                queue=options.get("queue", self.task.queue),
+                idempotency_key=key,
+                correlation_id=options.get("correlation_id") or (parent.correlation_id if parent else id_),
+                causation_id=options.get("causation_id") or (parent.id if parent else id_),
+                subject=self.subject or (self.task.name if self.key is None else key[: limits.SUBJECT_BYTES_MAX]),
+                payload_inline=self.payload,
+                fingerprint=self.fingerprint,
+                deduplication_key=options.get("deduplicate"),
+                deduplicate_for=_micros(options.get("deduplicate_for", limits.DEDUPLICATION_WINDOW)),
+                ordering_key=options.get("ordering_key"),
+                sequence=options.get("sequence"),
+                trace=options.get("trace") or (parent.trace if parent else None),
+                tags=options.get("tags"),
+                delay=_micros(options.get("delay", 0)),
+                due_at=to_instant(options["at"]) if "at" in options else 0,
+                retention=0 if expires is None else _micros(expires),
+            )
+        )
+
+
+def _micros(duration: timedelta | float) -> int:
+    return round(seconds(duration) * MICROSECONDS)
+
+
+class Sender(Protocol):
+    """Whoever can send a call: an app."""
+
+    def dispatch(self, call: Call[R]) -> Coroutine[Any, Any, Receipt[R]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings:
+    """Everything about a task that its decorator sets."""
+
+    name: str | None = None
+    #: A template over the arguments such as ``"{order_id}:charge"``, or a function of them.
+    key: KeySource | None = None
+    subject: KeySource | None = None
+    #: Only these arguments tell whether two sends with one key are the same work.
+    fingerprint: tuple[str, ...] | None = None
+    queue: str = "default"
+    #: The version of the arguments; raise it when they change their meaning.
+    version: int = 1
+    retry: RetryPolicy = RetryPolicy()
+    timeout: timedelta | float | None = None
+    expires: timedelta | float | None = limits.MESSAGE_RETENTION
+    #: How long the key is remembered after the message ended.
+    key_window: timedelta | float = limits.KEY_WINDOW
+    #: ``batch`` shares commits between handlers without SQL of their own; ``now`` has the smallest window for a re-run.
+    settle: Literal["batch", "now"] = "batch"
+    effects: tuple[Effect, ...] | None = None
+
+
+class Task(Generic[P, R]):
+    """A handler that can be sent: ``await task.send(…)`` stores the call, a worker makes it."""
+
+    def __init__(self, sender: Sender, function: Callable[..., Awaitable[R]], settings: TaskSettings) -> None:
+        self.function = function
+        self.name = limits.check_name("task", settings.name or function.__name__)
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigurationError(f"{self.name}: a handler must be an async function; write `async def`")
+        self.queue = limits.check_name("queue", settings.queue)
+        self.takes_context = _takes_context(function)
+        self.signature = Signature(function, skip=int(self.takes_context), fingerprint=settings.fingerprint)
+        self._key = self._source("key", settings.key)
+        self._subject = self._source("subject", settings.subject)
+        limits.check_range("version", settings.version, 1, 1_000_000)
+        self.version = settings.version
+        self.retry = settings.retry
+        self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
+        self.expires = settings.expires
+        self.key_window = seconds(settings.key_window)
+        self.settle = settings.settle
+        self.effects = settings.effects
+        self._sender = sender
+        self._check_windows()
+
+    def _source(self, what: str, source: KeySource | None) -> KeyFunction | None:
+        return None if source is None else from_source(self.name, what, source, self.signature.hints)
+
+    def _check_windows(self) -> None:
+        """A key that is forgotten while its message can still come back would let the effect happen twice."""
+        needed = (0.0 if self.expires is None else seconds(self.expires)) + limits.DEAD_RETENTION
+        if self.key_window < needed:
+            raise ConfigurationError(
+                f"{self.name}: key_window is {self.key_window / limits.DAY:g} days; it must cover the message's own time and "
+                f"its time as a dead letter, {needed / limits.DAY:g} days; raise it, or lower expires="
+            )
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
+        """Send one message.
+
+        Wrong arguments raise here, at the call.  When the awaited call returns, the message is durable;
+        inside a handler or transaction it leaves with its commit.
+        A crash before that leaves nothing or one message; sending again with the same key is harmless.
+        """
+        return self._sender.dispatch(self.call(*args, **kwargs))
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Check and encode one call for ``send_many`` or a transaction, without sending it."""
+        return self.make_call(args, kwargs, {})
+
+    def options(self, **options: Unpack[SendOptions]) -> BoundTask[P, R]:
+        """Return this task with options for the sends that follow; they never mix with arguments."""
+        return BoundTask(self, check_options(options))
+
+    def make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: SendOptions) -> Call[R]:
+        """Bind, check and encode arguments; everything that can be wrong with them raises here."""
+        arguments = self.signature.bind(args, kwargs)
+        payload, fingerprint = self.signature.encode(arguments)
+        key = options.get("key") or (self._key(arguments) if self._key is not None else None)
+        subject = options.get("subject") or (self._subject(arguments) if self._subject is not None else None)
+        return Call(self, payload, fingerprint, key, subject, options)
+
+    def __repr__(self) -> str:
+        return f"<task {self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTask(Generic[P, R]):
+    """A task with options."""
+
+    task: Task[P, R]
+    bound: SendOptions
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
+        """Send one message with these options; see ``Task.send``."""
+        return self.task._sender.dispatch(self.call(*args, **kwargs))
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Check and encode one call with these options, without sending it."""
+        return self.task.make_call(args, kwargs, self.bound)
+
+    def options(self, **options: Unpack[SendOptions]) -> BoundTask[P, R]:
+        """Add more options."""
+        return replace(self, bound=check_options({**self.bound, **options}))
+
+
+def check_options(options: SendOptions) -> SendOptions:
+    """Refuse options that are unknown, contradict each other or lie outside their range."""
+    unknown = options.keys() - SendOptions.__annotations__.keys()
+    if unknown:
+        raise ConfigurationError(
+            f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(SendOptions.__annotations__)}"
+        )
+    if "delay" in options and "at" in options:
+        raise ConfigurationError("delay and at exclude each other")
+    if "delay" in options:
+        seconds(options["delay"])
+    if "at" in options:
+        try:
+            to_instant(options["at"])
+        except ValueError as error:
+            raise ConfigurationError(f"at: {error}") from error
+    if "queue" in options:
+        limits.check_name("queue", options["queue"])
+    if "deduplicate_for" in options:
+        limits.check_range(
+            "deduplicate_for",
+            seconds(options["deduplicate_for"]),
+            limits.DEDUPLICATION_WINDOW_MIN,
+            limits.DEDUPLICATION_WINDOW_MAX,
+        )
+    if options.get("key", "-").startswith(UNKEYED):
+        raise ConfigurationError(f"a key must not begin with {UNKEYED!r}, which marks messages without one")
+    return options
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Whether the first parameter is the handler's context: by its type hint, or by the name ``ctx`` without one."""
+    for parameter in inspect.signature(function).parameters.values():
+        hint = parameter.annotation
+        name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+        return name.rpartition(".")[2] == "Context" or (hint is parameter.empty and parameter.name == "ctx")
+    return False
+
+
+class Registry:
+    """The tasks of one app by name."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task[Any, Any]] = {}
+
+    def add(self, task: Task[Any, Any]) -> None:
+        """Register a task; two with one name are refused."""
+        if task.name in self.tasks:
+            raise ConfigurationError(f"two tasks are named {task.name!r}; give one of them another name=")
+        self.tasks[task.name] = task
+
+    def queues(self) -> list[str]:
+        """Return the queues the tasks are sent to."""
+        return sorted({task.queue for task in self.tasks.values()}) or ["default"]
+
+    def types(self, tasks: Iterable[str] | None = None) -> list[str]:
+        """Return the message types that can be handled here."""
+        return sorted(self.tasks if tasks is None else tasks)

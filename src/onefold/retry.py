@@ -1,0 +1,150 @@
+"""Stage 8, decide: what a failed run means.  Pure: policy, attempt and error in, outcome out."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, to_instant
+from onefold.errors import ConfigurationError, EnvelopeError, KeyReuseError, Reject, Retry, Snooze, seconds
+from onefold.store import Again, Dead, Failure, Lease
+
+#: Even full jitter waits this long, so that a failing message cannot spin.
+DELAY_SECONDS_MIN = 0.1
+#: Wait this long when an upstream says "too many requests" without saying for how long.
+THROTTLED_SECONDS = 30.0
+
+#: HTTP statuses below 500 that say "later", not "never".
+_LATER = {408, 425, 429}
+#: Statuses whose Retry-After is an appointment, not a failure: no attempt is used up.
+_APPOINTMENT = {429, 503}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often a message runs and how long it waits in between.
+
+    The defaults wait 5, 10, 20, 40 seconds and so on up to 300, each shortened at random by up to half,
+    so that what failed together does not come back together.
+    ``jitter=False`` waits exactly as long; ``fixed=True`` waits ``base`` every time.
+    """
+
+    #: Runs in all, the first one included.
+    max_attempts: int = limits.ATTEMPTS_DEFAULT
+    base: timedelta | float = limits.RETRY_BASE
+    factor: float = limits.RETRY_FACTOR
+    cap: timedelta | float = limits.RETRY_CAP
+    jitter: bool = True
+    #: The shortest jittered delay, as a part of the full one.
+    jitter_floor: float = 0.5
+    fixed: bool = False
+    #: Exceptions that a retry cannot cure.
+    permanent: tuple[type[BaseException], ...] = ()
+    _base: float = field(init=False, repr=False)
+    _cap: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        limits.check_range("max_attempts", self.max_attempts, 1, limits.ATTEMPTS_MAX)
+        limits.check_range("factor", self.factor, 1, 100)
+        limits.check_range("jitter_floor", self.jitter_floor, 0, 1)
+        object.__setattr__(self, "_base", seconds(self.base))
+        object.__setattr__(self, "_cap", seconds(self.cap))
+        if self._base < DELAY_SECONDS_MIN:
+            raise ConfigurationError(f"base is {self._base:g} s; it must be at least {DELAY_SECONDS_MIN} s")
+
+    @classmethod
+    def fast(cls) -> RetryPolicy:
+        """Return a policy for quick work: 1 second, doubling up to 60, anywhere between nothing and all of it."""
+        return cls(base=1.0, cap=60.0, jitter_floor=0.0)
+
+    def delay(self, attempt: int, chance: random.Random) -> float:
+        """Return the seconds to wait after this attempt failed; attempts count from 1."""
+        # Beyond 2**60 the cap has long been reached, and a float would overflow further on.
+        full = self._base if self.fixed else min(self._base * self.factor ** min(attempt - 1, 60), self._cap)
+        if not self.jitter or self.fixed:
+            return full
+        return max(DELAY_SECONDS_MIN, full * (self.jitter_floor + (1 - self.jitter_floor) * chance.random()))
+
+
+def failure_of(error: BaseException, reason: str) -> Failure:
+    """Write down an exception, bounded; a hostile ``__str__`` cannot get in the way."""
+    return Failure(
+        reason=reason,
+        error_type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+        error_message=_text(error),
+        stack="".join(traceback.format_tb(error.__traceback__))[-limits.STACK_TEXT_MAX :],
+        status_code=status_of(error),
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        return "(the exception cannot be printed)"
+    # NUL and lone surrogates cannot be stored as text everywhere.
+    return text.encode("utf-8", "replace").decode().replace("\0", "�")[: limits.ERROR_TEXT_MAX]
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status an exception carries, as httpx, requests, aiohttp and urllib do it."""
+    for holder in (getattr(error, "response", None), error):
+        for name in ("status_code", "status", "code"):
+            status = getattr(holder, name, None)
+            if type(status) is int and 100 <= status <= 599:
+                return status
+    return None
+
+
+def retry_after(error: BaseException, now: int) -> float | None:
+    """Return the seconds an upstream asked to wait, from its ``Retry-After`` header."""
+    for holder in (getattr(error, "response", None), error):
+        headers: Any = getattr(holder, "headers", None)
+        try:
+            text = headers.get("Retry-After") or headers.get("retry-after")
+        except Exception:
+            continue
+        if isinstance(text, str) and text.strip().isdigit():
+            return float(text)
+        if isinstance(text, str):
+            try:
+                return max(0.0, (to_instant(parsedate_to_datetime(text)) - now) / MICROSECONDS)
+            except (TypeError, ValueError):
+                continue
+    return None
+
+
+def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int, chance: random.Random) -> Again | Dead:
+    """Return what becomes of a message whose handler raised."""
+    if isinstance(error, Snooze):
+        return Again(error.after_seconds, None, counted=False)
+    if isinstance(error, Reject):
+        return Dead(failure_of(error, "rejected"))
+    if isinstance(error, EnvelopeError):
+        return Dead(failure_of(error, "contract"))
+    if isinstance(error, KeyReuseError):
+        return Dead(failure_of(error, "key reuse"))
+    if isinstance(error, policy.permanent):
+        return Dead(failure_of(error, "permanent"))
+    status = status_of(error)
+    if status in _APPOINTMENT and (wait := _appointment(error, status, now)) is not None:
+        return Again(wait, failure_of(error, "throttled"), counted=False)
+    if status is not None and 400 <= status < 500 and status not in _LATER:
+        return Dead(failure_of(error, "permanent"))
+    if lease.attempt >= policy.max_attempts:
+        return Dead(failure_of(error, "attempts exhausted"))
+    asked = error.after_seconds if isinstance(error, Retry) else None
+    return Again(policy.delay(lease.attempt, chance) if asked is None else asked, failure_of(error, "failed"))
+
+
+def _appointment(error: BaseException, status: int | None, now: int) -> float | None:
+    """A 429 always means later; a 503 is an ordinary failure unless it says when to come back."""
+    asked = retry_after(error, now)
+    if asked is None:
+        return THROTTLED_SECONDS if status == 429 else None
+    return max(DELAY_SECONDS_MIN, asked)

@@ -1,0 +1,56 @@
+"""A clock that tests own: time passes when they say so."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from datetime import UTC, datetime, timedelta
+
+from onefold.clock import MICROSECONDS, to_datetime, to_instant
+
+_START = to_instant(datetime(2030, 1, 1, tzinfo=UTC))
+
+
+class FakeClock:
+    """Stands still until ``advance`` is called; whoever sleeps wakes when its time has come.
+
+    ``jump`` sets the wall clock without any time passing, as a person or a time server would.
+    """
+
+    def __init__(self, start: datetime | None = None) -> None:
+        self._now = _START if start is None else to_instant(start)
+        self._steady = MICROSECONDS
+        self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+
+    def now(self) -> int:
+        return self._now
+
+    def steady(self) -> int:
+        return self._steady
+
+    @property
+    def moment(self) -> datetime:
+        """The time as people read it."""
+        return to_datetime(self._now)
+
+    async def sleep(self, seconds: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._count += 1
+        heapq.heappush(self._sleepers, (self._steady + round(seconds * MICROSECONDS), self._count, future))
+        await future
+
+    def advance(self, duration: timedelta | float) -> None:
+        """Let time pass, for both clocks, and wake who has slept long enough."""
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
+        self._now += round(seconds * MICROSECONDS)
+        self._steady += round(seconds * MICROSECONDS)
+        while self._sleepers and self._sleepers[0][0] <= self._steady:
+            future = heapq.heappop(self._sleepers)[2]
+            if not future.done():
+                future.set_result(None)
+
+    def jump(self, duration: timedelta | float) -> None:
+        """Set the wall clock forward, or back with a negative duration; no time passes."""
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
+        self._now += round(seconds * MICROSECONDS)

@@ -1,0 +1,237 @@
+"""Stage 2, send: the open transaction a caller or a handler sees, and what is buffered in it.
+
+Nothing sent inside a transaction has left before its commit; a crash before that leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, ParamSpec, TypeVar
+
+from onefold import limits
+from onefold.clock import to_datetime
+from onefold.envelope import Envelope
+from onefold.errors import (
+    HandlerError,
+    KeyReuseError,
+    LeaseLostError,
+    TransactionOpenError,
+    TransactionTooLongError,
+)
+from onefold.identity import upstream_key
+from onefold.receipt import Receipt
+from onefold.registry import BoundTask, Call, Task
+from onefold.store import Lease, Store, Stored, Transaction
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Makes the message of a call and the receipt for it; given by the app, which owns clock and chance.
+Prepare = Callable[[Call[Any], Envelope | None, int], tuple[Envelope, Receipt[Any]]]
+
+
+class Buffer:
+    """What was sent but has not left."""
+
+    def __init__(self, prepare: Prepare, parent: Envelope | None = None) -> None:
+        self._prepare = prepare
+        self._parent = parent
+        self._unkeyed = 0
+        self.envelopes: list[Envelope] = []
+        self.receipts: list[Receipt[Any]] = []
+
+    def add(self, call: Call[R]) -> Receipt[R]:
+        """Buffer one message; its receipt has an id at once."""
+        envelope, receipt = self._prepare(call, self._parent, self._unkeyed)
+        if call.key is None:
+            self._unkeyed += 1
+        self.envelopes.append(envelope)
+        self.receipts.append(receipt)
+        return receipt
+
+    def refuse_clashes(self, stored: Sequence[Stored]) -> None:
+        """Raise ``KeyReuseError`` for the first message whose key belongs to another payload."""
+        for envelope, one in zip(self.envelopes, stored, strict=True):
+            if one.clash:
+                raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
+
+    def confirm(self, stored: Sequence[Stored]) -> None:
+        """Complete the receipts, after the commit."""
+        for receipt, one in zip(self.receipts, stored, strict=True):
+            receipt.confirm(one)
+
+
+class AppTransaction:
+    """The producer's side: own rows and messages in one commit.  Made by ``app.transaction()``."""
+
+    def __init__(self, transaction: Transaction, buffer: Buffer) -> None:
+        self._transaction = transaction
+        self._buffer = buffer
+
+    async def execute(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run SQL in the store's own dialect and return its rows; it stays only if the transaction commits."""
+        return await self._transaction.execute(statement, parameters)
+
+    fetch = execute
+
+    def connection(self) -> Any:
+        """Return the driver's connection inside the open transaction; do not commit it."""
+        return self._transaction.connection
+
+    def send(self, task: Task[P, R] | BoundTask[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
+        """Send a message that leaves only if the transaction commits."""
+        return self._buffer.add(task.call(*args, **kwargs))
+
+    def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
+        """Send many messages that leave only if the transaction commits."""
+        return [self._buffer.add(call) for call in calls]
+
+    def add(self, call: Call[R]) -> Receipt[R]:
+        """Send an encoded call; what ``await task.send(…)`` does inside the block."""
+        return self._buffer.add(call)
+
+
+class Context:
+    """What a handler receives: the message it runs for, and the only door for its effects.
+
+    Everything done through it commits together with the message's outcome when the handler returns, or not at all.
+    """
+
+    def __init__(
+        self, lease: Lease, store: Store, prepare: Prepare, resources: Any, held_until: Callable[[], int]
+    ) -> None:
+        self.message = lease.envelope
+        self.resources = resources
+        self.attempt = lease.attempt
+        self.fence = lease.fence
+        self.buffer = Buffer(prepare, lease.envelope)
+        self._lease = lease
+        self._store = store
+        self._held_until = held_until
+        self._opened: AbstractAsyncContextManager[Transaction] | None = None
+        self._transaction: Transaction | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._begin = asyncio.Lock()
+
+    @property
+    def idempotency_key(self) -> str:
+        """The stable name of the work this message asks for."""
+        return self.message.idempotency_key
+
+    @property
+    def deadline(self) -> datetime:
+        """When the lease runs out unless it is renewed; renewed by itself while the worker lives."""
+        return to_datetime(self._held_until())
+
+    def upstream_key(self, effect: str) -> str:
+        """Return a key for an outside provider: the same on every retry and redrive of this work."""
+        return upstream_key(self.message.scope, self.idempotency_key, effect)
+
+    async def execute(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run SQL in the handler's transaction, which begins with the first call.
+
+        What it changes commits together with the message's outcome, or is rolled back with everything else.
+        """
+        return await (await self._open()).execute(statement, parameters)
+
+    async def fetch(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Read without beginning a transaction; once one is open, read inside it."""
+        if self._transaction is not None:
+            return await self.execute(statement, *parameters)
+        return await self._store.fetch(statement, parameters)
+
+    async def connection(self) -> Any:
+        """Return the driver's connection inside the handler's transaction; do not commit it."""
+        return (await self._open()).connection
+
+    def send(self, task: Task[P, R] | BoundTask[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
+        """Send a message that leaves only if this handler succeeds."""
+        return self.buffer.add(task.call(*args, **kwargs))
+
+    def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
+        """Send many messages that leave only if this handler succeeds."""
+        return [self.buffer.add(call) for call in calls]
+
+    async def check(self) -> None:
+        """Raise ``LeaseLostError`` if somebody else owns the message now, so that no more work is wasted on it."""
+        if self._transaction is not None:
+            raise TransactionOpenError("check() would commit apart from the open transaction; call it before execute()")
+        if not (await self._store.extend([self._lease], lease=limits.LEASE))[0]:
+            raise LeaseLostError(f"message {self.message.id} was taken over")
+
+    # the transaction, as the execution of the handler drives it
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the handler's transaction has begun, even if it was ended for being too long."""
+        return self._transaction is not None
+
+    async def _open(self) -> Transaction:
+        # The lock keeps two statements of one handler, run concurrently, from opening two transactions.
+        async with self._begin:
+            if self._ending is not None:
+                raise self._too_long()
+            if self._transaction is None:
+                self._opened = self._store.transaction()
+                self._transaction = await self._opened.__aenter__()
+                loop = asyncio.get_running_loop()
+                self._limit = loop.call_later(limits.TRANSACTION_SECONDS_MAX, self._end_overdue)
+            return self._transaction
+
+    def _end_overdue(self) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._leave(self._too_long()))
+
+    def _too_long(self) -> TransactionTooLongError:
+        return TransactionTooLongError(
+            f"the handler's transaction was open for more than {limits.TRANSACTION_SECONDS_MAX:g} s and was rolled back; "
+            "do slow work before the first ctx.execute()"
+        )
+
+    async def commit(self, settle: Callable[[Transaction], Any]) -> None:
+        """Settle the message in the handler's transaction and commit, all of it or nothing."""
+        if self._ending is not None:
+            await self._ending
+            raise self._too_long()
+        if self._transaction is None or self._opened is None:
+            raise HandlerError("there is no transaction to commit")
+        self._stop_limit()
+        try:
+            await settle(self._transaction)
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        await self._leave(None)
+
+    async def roll_back(self, error: BaseException) -> None:
+        """Undo everything the handler did in its transaction; harmless when there is none."""
+        self._stop_limit()
+        if self._ending is not None:
+            await self._ending
+        elif self._opened is not None:
+            await self._leave(error)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+
+    async def _leave(self, error: BaseException | None) -> None:
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        if error is None:
+            await opened.__aexit__(None, None, None)
+            return
+        try:
+            await opened.__aexit__(type(error), error, error.__traceback__)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
+
+#: The transaction that `await task.send(…)` joins, if the code runs inside one.
+current: ContextVar[Context | AppTransaction | None] = ContextVar("onefold_transaction", default=None)

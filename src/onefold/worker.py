@@ -1,0 +1,364 @@
+"""Stage 6, lease: claim, run, renew, settle, and stop without losing anything.
+
+One claimer keeps a short supply of leases, a fixed number of runners work through it,
+one settler ends what they finished in batches, and one renewer keeps every lease held here alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.errors import LeaseLostError, OnefoldError, StoreUnavailableError
+from onefold.execution import Execution
+from onefold.store import HandBack, Lease, Outcome
+
+logger = logging.getLogger("onefold")
+
+#: Finished but unsettled messages: a crash runs them again, so there are never many.
+_UNSETTLED_MAX = 2_000
+#: Messages settled by one statement.
+_SETTLE_MAX = 500
+#: When the store cannot be reached, try again after this long, doubling up to the second.
+_BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
+
+
+@dataclass(slots=True)
+class WorkerSettings:
+    """How one worker works; see ``app.work``."""
+
+    name: str
+    queues: Sequence[str]
+    concurrency: int = limits.CONCURRENCY
+    lease_seconds: float = limits.LEASE
+    stop_seconds: float = limits.STOP_SECONDS
+    until_idle: bool = False
+
+    def __post_init__(self) -> None:
+        limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
+        limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
+        for queue in self.queues:
+            limits.check_name("queue", queue)
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease in this worker's hands."""
+
+    lease: Lease
+    #: When it runs out, on the steady clock; reckoned from before the claim was asked for, to be on the safe side.
+    until: int
+    runner: asyncio.Task[None] | None = None
+    lost: bool = False
+
+
+class Worker:
+    """Takes messages from a store and runs their handlers until it is told to stop."""
+
+    def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
+        self._execution = execution
+        self._store = execution.store
+        self._clock = execution.clock
+        self._settings = settings
+        self._types = execution.registry.types()
+        self._held: dict[str, Held] = {}
+        self._supply: deque[Held] = deque()
+        self._supplied = asyncio.Event()
+        self._running = 0
+        self._changed = asyncio.Event()
+        self._unsettled: deque[tuple[Lease, Outcome]] = deque()
+        self._settling: list[tuple[Lease, Outcome]] = []
+        self._finished = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._started = 0
+        self._rate = 0.0
+        self._last_claim = self._clock.steady()
+        self.checked_at = self._clock.now()
+        self.done = 0
+
+    def stop(self) -> None:
+        """Ask for a graceful stop: claim nothing more, finish what runs, hand back what does not finish in time."""
+        self._stopping.set()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Work until stopped, or until nothing is left to do.
+
+        When it returns, every message it had is settled or handed back.
+        """
+        runners = [
+            asyncio.create_task(self._run_supply(), name=f"onefold-runner-{n}")
+            for n in range(self._settings.concurrency)
+        ]
+        others = [
+            asyncio.create_task(self._settle(), name="onefold-settler"),
+            asyncio.create_task(self._renew(), name="onefold-renewer"),
+        ]
+        if not self._settings.until_idle:
+            others.append(asyncio.create_task(self._purge(), name="onefold-purger"))
+        claimer = asyncio.create_task(self._claim(), name="onefold-claimer")
+        stopping = asyncio.create_task(self._stopping.wait())
+        watched: set[asyncio.Task[object]] = {claimer, stopping, *others, *runners}  # type: ignore[arg-type]
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await _cancel([claimer, stopping])
+            for task in watched:
+                if task.done() and not task.cancelled() and (error := task.exception()):
+                    raise error
+            await self._wind_down(runners)
+        finally:
+            await _cancel([claimer, stopping, *runners, *others])
+
+    # claiming
+
+    async def _claim(self) -> None:
+        while not self._stopping.is_set():
+            wanted = self._wanted()
+            if wanted <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            leases = await self._claim_some(wanted)
+            if leases:
+                await self._accept(leases)
+            elif self._settings.until_idle and not self._busy:
+                return
+            elif self._settings.until_idle:
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                await self._wait()
+
+    def _wanted(self) -> int:
+        """How many to claim: what is free now, and what will start within a moment at the measured rate."""
+        ahead = int(self._rate * limits.CLAIM_AHEAD_SECONDS)
+        free = self._settings.concurrency - self._running
+        wanted = min(max(free, ahead), limits.CLAIM_MAX) - len(self._supply)
+        room = _UNSETTLED_MAX - len(self._unsettled)
+        # Small claims cost as much as large ones, so wait until half of the supply is used up.
+        return min(wanted, room) if len(self._supply) <= ahead // 2 else 0
+
+    async def _claim_some(self, wanted: int) -> list[Lease]:
+        asked_at = self._clock.steady()
+        elapsed = max(asked_at - self._last_claim, 1) / MICROSECONDS
+        self._rate = 0.5 * self._rate + 0.5 * self._started / elapsed
+        self._started, self._last_claim = 0, asked_at
+        settings = self._settings
+        try:
+            leases = await self._store.claim(
+                settings.queues, types=self._types, limit=wanted, lease=settings.lease_seconds, worker=settings.name
+            )
+        except StoreUnavailableError as error:
+            logger.warning("store_unavailable doing=claim error=%s", error)
+            await self._clock.sleep(_BACK_OFF_SECONDS * 5)
+            return []
+        self.checked_at = self._clock.now()
+        until = asked_at + round(settings.lease_seconds * MICROSECONDS)
+        for lease in leases:
+            self._held[lease.id] = Held(lease, until)
+        return leases
+
+    async def _accept(self, leases: list[Lease]) -> None:
+        """Pass leases to the runners; a message suspected of killing workers runs alone, so that no other is blamed."""
+        suspects = []
+        for lease in leases:
+            if lease.crashes >= limits.CRASHES_MAX - 1:
+                suspects.append(lease)
+            else:
+                self._supply.append(self._held[lease.id])
+        self._supplied.set()
+        for lease in suspects:
+            while self._supply or self._running:
+                self._changed.clear()
+                await self._changed.wait()
+            await self._run_one(self._held[lease.id])
+
+    async def _wait(self) -> None:
+        waiting = asyncio.ensure_future(self._store.wait(self._settings.queues, timeout=limits.POLL_SECONDS))
+        try:
+            await waiting
+        except StoreUnavailableError:
+            await self._clock.sleep(limits.POLL_SECONDS)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._running or self._supply or self._unsettled or self._settling)
+
+    # running
+
+    async def _run_supply(self) -> None:
+        while True:
+            while not self._supply:
+                self._supplied.clear()
+                await self._supplied.wait()
+            await self._run_one(self._supply.popleft())
+
+    async def _run_one(self, held: Held) -> None:
+        lease = held.lease
+        if held.lost:
+            self._forget(lease)
+            return
+        self._running += 1
+        self._started += 1
+        held.runner = asyncio.current_task()
+        try:
+            outcome = await self._execution.run(lease, lambda: self._deadline(held))
+        except LeaseLostError as error:
+            logger.warning("lease_lost message_id=%s error=%s", lease.id, error)
+            self._forget(lease)
+        except asyncio.CancelledError:
+            if not held.lost:
+                raise
+            # The renewer found the lease gone and cancelled the handler; this runner goes on.
+            _uncancel()
+            logger.warning("lease_lost message_id=%s handler cancelled", lease.id)
+            self._forget(lease)
+        else:
+            await self._finish(lease, outcome)
+        finally:
+            held.runner = None
+            self._running -= 1
+            self._changed.set()
+
+    async def _finish(self, lease: Lease, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self.done += 1
+            self._forget(lease)
+            return
+        if self._execution.registry.tasks[lease.envelope.message_type].settle == "now":
+            await self._settle_together([(lease, outcome)])
+            return
+        self._unsettled.append((lease, outcome))
+        self._finished.set()
+
+    def _deadline(self, held: Held) -> int:
+        return self._clock.now() + held.until - self._clock.steady()
+
+    def _forget(self, lease: Lease) -> None:
+        self._held.pop(lease.id, None)
+        self._changed.set()
+
+    # settling
+
+    async def _settle(self) -> None:
+        while True:
+            while not self._unsettled:
+                self._finished.clear()
+                await self._finished.wait()
+            self._settling = [self._unsettled.popleft() for _ in range(min(len(self._unsettled), _SETTLE_MAX))]
+            await self._settle_together(self._settling)
+            self._settling = []
+            self._changed.set()
+
+    async def _settle_together(self, settlements: list[tuple[Lease, Outcome]]) -> None:
+        """Settle, for as long as it takes: what handlers have done is not dropped because the store is away."""
+        pause = _BACK_OFF_SECONDS
+        while True:
+            try:
+                won = await self._store.settle(settlements)
+                break
+            except StoreUnavailableError as error:
+                logger.warning("store_unavailable doing=settle messages=%d error=%s", len(settlements), error)
+                await self._clock.sleep(pause)
+                pause = min(pause * 2, _BACK_OFF_SECONDS_MAX)
+            except OnefoldError as error:
+                await self._settle_apart(settlements, error)
+                return
+        for (lease, _), mine in zip(settlements, won, strict=True):
+            if not mine:
+                logger.warning("lease_lost message_id=%s outcome not recorded", lease.id)
+            self.done += mine
+            self._forget(lease)
+
+    async def _settle_apart(self, settlements: list[tuple[Lease, Outcome]], error: OnefoldError) -> None:
+        """One of several cannot be settled as it is: settle each alone, and fail the one that is to blame."""
+        if len(settlements) > 1:
+            for one in settlements:
+                await self._settle_together([one])
+            return
+        lease, outcome = settlements[0]
+        task = self._execution.registry.tasks[lease.envelope.message_type]
+        failed = self._execution.decide_failure(task, lease, error)
+        if type(failed) is type(outcome):
+            raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever
+        await self._settle_together([(lease, failed)])
+
+    # keeping
+
+    async def _renew(self) -> None:
+        interval = self._settings.lease_seconds / limits.RENEWALS_PER_LEASE
+        while True:
+            await self._clock.sleep(interval)
+            held = list(self._held.values())
+            if held:
+                await self._renew_these(held)
+            for one in held:
+                if not one.lost and one.until <= self._clock.steady():
+                    self._lose(one)
+
+    async def _renew_these(self, held: list[Held]) -> None:
+        asked_at = self._clock.steady()
+        try:
+            kept = await self._store.extend([one.lease for one in held], lease=self._settings.lease_seconds)
+        except StoreUnavailableError as error:
+            logger.warning("store_unavailable doing=extend messages=%d error=%s", len(held), error)
+            return
+        until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
+        for one, mine in zip(held, kept, strict=True):
+            if mine:
+                one.until = until
+            elif one.lease.id in self._held:
+                self._lose(one)
+
+    def _lose(self, held: Held) -> None:
+        held.lost = True
+        if held.runner is not None:
+            held.runner.cancel()
+
+    async def _purge(self) -> None:
+        while True:
+            await self._clock.sleep(limits.PURGE_SECONDS)
+            try:
+                async with self._store.transaction() as transaction:
+                    await transaction.purge()
+            except StoreUnavailableError as error:
+                logger.warning("store_unavailable doing=purge error=%s", error)
+
+    # stopping
+
+    async def _wind_down(self, runners: list[asyncio.Task[None]]) -> None:
+        unstarted = [held.lease for held in self._supply]
+        self._supply.clear()
+        if unstarted:
+            await self._settle_together([(lease, HandBack()) for lease in unstarted])
+        try:
+            async with asyncio.timeout(self._settings.stop_seconds):
+                await self._quiet()
+        except TimeoutError:
+            await _cancel(runners)
+            left = [held.lease for held in self._held.values()]
+            settled = {lease.id for lease, _ in (*self._unsettled, *self._settling)}
+            await self._settle_together([(lease, HandBack()) for lease in left if lease.id not in settled])
+            await self._quiet()
+
+    async def _quiet(self) -> None:
+        while self._busy:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[object]] | list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
