@@ -21,7 +21,7 @@ from onefold.execution import Execution, Middleware
 from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
-from onefold.registry import Call, Effect, Registry, Task, TaskSettings
+from onefold.registry import DEFAULT_RETRY, Call, Effect, Registry, Task, TaskSettings
 from onefold.retry import RetryPolicy
 from onefold.store import Counts, PutOptions, Query, Record, Store
 from onefold.stores import open_store
@@ -85,14 +85,14 @@ class App:
         fingerprint: tuple[str, ...] | None = None,
         queue: str = "default",
         version: int = 1,
-        retry: RetryPolicy = ...,
+        retry: RetryPolicy = DEFAULT_RETRY,
         timeout: timedelta | float | None = None,
         expires: timedelta | float | None = limits.MESSAGE_RETENTION,
         key_window: timedelta | float = limits.KEY_WINDOW,
         settle: Literal["batch", "now"] = "batch",
         effects: tuple[Effect, ...] | None = None,
     ) -> _Declare: ...
-    def task(self, function: Callable[..., Awaitable[Any]] | None = None, /, **settings: Any) -> Any:
+    def task(self, *function: Any, **settings: Any) -> Any:
         """Declare a handler; everything about it that can be checked is checked here.
 
         ``key`` says what the work is, as a template over the arguments or a function of them:
@@ -100,7 +100,7 @@ class App:
         (exact on both stores).  Without one, every send is a piece of work of its own.
         """
         declare = _Declare(self, TaskSettings(**settings))
-        return declare if function is None else declare(function)
+        return declare(*function) if function else declare
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
@@ -156,10 +156,15 @@ class App:
         finally:
             await store.close()
 
+    @property
+    def url(self) -> str | None:
+        """Where the store is, from the constructor or the environment."""
+        return self._url or os.environ.get(URL_VARIABLE)
+
     def _make_store(self) -> Store:
         if self._given_store is not None:
             return self._given_store
-        url = self._url or os.environ.get(URL_VARIABLE)
+        url = self.url
         if not url:
             raise ConfigurationError(
                 f"the app has no store: give App a URL such as sqlite:///app.db, or set {URL_VARIABLE}"

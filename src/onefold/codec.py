@@ -70,7 +70,7 @@ class Signature:
             fields.append((p.name, hint) if p.default is p.empty else (p.name, hint, _default(p.default)))
         self.names: tuple[str, ...] = tuple(p.name for p in parameters)
         self._plain = all(hints.get(n) in _PLAIN for n in self.names)
-        self._arguments = _struct(name, fields, forbid_unknown_fields=True)
+        self._arguments = _struct(name, fields)
         try:
             self._decode = msgspec.json.Decoder(self._arguments, dec_hook=_decode_foreign).decode
             self._encode_result, self._decode_result = _encode, _reader(hints.get("return", Any))
@@ -153,8 +153,10 @@ def _default(value: Any) -> Any:
     return value
 
 
-def _struct(name: str, fields: list[Any], **settings: bool) -> Any:
-    return msgspec.defstruct(f"arguments of {name}", fields, kw_only=True, **settings)
+def _struct(name: str, fields: list[Any], *, omit_defaults: bool = False) -> Any:
+    return msgspec.defstruct(
+        f"arguments of {name}", fields, kw_only=True, forbid_unknown_fields=True, omit_defaults=omit_defaults
+    )
 
 
 def _reader(hint: Any) -> Callable[[bytes], Any]:
@@ -191,10 +193,16 @@ def _refuse_non_finite(field: str, value: Any, depth: int) -> None:
         for index, item in enumerate(value):
             _refuse_non_finite(f"{field}[{index}]", item, depth + 1)
     else:
-        names = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None)
-        names = names or getattr(type(value), "model_fields", ())
-        for name in names:
+        for name in _field_names(value):
             _refuse_non_finite(f"{field}.{name}", getattr(value, name, None), depth + 1)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    """Return the fields of a Struct, a dataclass or a pydantic model."""
+    for kind in ("__struct_fields__", "__dataclass_fields__", "model_fields"):
+        if names := getattr(type(value), kind, None):
+            return tuple(names)
+    return ()
 
 
 def check_json(field: str, data: bytes) -> None:

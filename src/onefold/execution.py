@@ -73,7 +73,7 @@ class Execution:
     def _refuse(self, lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""
         envelope = lease.envelope
-        if lease.crashes >= limits.CRASHES_MAX:
+        if lease.crashes >= limits.QUARANTINE_AFTER:
             text = f"its worker died {lease.crashes} times while it held this message"
             return Dead(Failure(reason="quarantined", error_type="Crash", error_message=text))
         if envelope.expires_at and lease.claimed_at >= envelope.expires_at:
@@ -90,7 +90,7 @@ class Execution:
         async def proceed() -> Any:
             return await (task.function(context, **arguments) if task.takes_context else task.function(**arguments))
 
-        call = proceed
+        call: Callable[[], Awaitable[Any]] = proceed
         for middleware in reversed(self.middleware):
             call = _wrapped(middleware, context, call)
         if task.timeout_seconds is None:
@@ -115,7 +115,8 @@ class Execution:
             outcome = replace(outcome, key_window=task.key_window)
         envelope = lease.envelope
         logger.warning(
-            "%s message_id=%s message_type=%s subject=%s correlation_id=%s idempotency_key=%s attempt=%d delay=%s error=%s",
+            "%s message_id=%s message_type=%s subject=%s correlation_id=%s idempotency_key=%s "
+            "attempt=%d delay=%s error=%s",
             "dead" if isinstance(outcome, Dead) else "retry",
             envelope.id,
             envelope.message_type,

@@ -120,8 +120,8 @@ def _proves_stable(name: str, function: Callable[..., str], sample: dict[str, An
 def _refuse_unstable(name: str, first: object, second: object) -> None:
     if first != second:
         raise ConfigurationError(
-            f"{name}: the key function answered {str(first)[:60]!r} and then {str(second)[:60]!r} for the same arguments; "
-            "a key must come from the arguments alone, not from time or chance"
+            f"{name}: the key function answered {str(first)[:60]!r} and then {str(second)[:60]!r} "
+            "for the same arguments; a key must come from the arguments alone, not from time or chance"
         )
 
 

@@ -102,7 +102,7 @@ async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) 
     """Reopen dead letters, all in one commit; returns those that were reopened by this call."""
     if len(ids) > limits.REDRIVE_MAX:
         raise ConfigurationError(
-            f"{len(ids)} letters at once; at most {limits.REDRIVE_MAX} are redriven by one call: try a few, then the rest"
+            f"{len(ids)} letters at once; one call redrives at most {limits.REDRIVE_MAX}: try a few, then the rest"
         )
     return await _move(store, ids, State.SCHEDULED, actor=actor, reason=reason)
 

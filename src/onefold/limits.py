@@ -36,8 +36,11 @@ SEND_MANY_MAX = 100_000
 ATTEMPTS_DEFAULT = 5
 #: Cloudflare allows 100 retries, which are 101 runs.
 ATTEMPTS_MAX = 101
-#: A message that was in flight while its worker died this often is quarantined as a dead letter.
-CRASHES_MAX = 3
+#: A message that may have been running this often when its worker died is a suspect: from then on it runs alone,
+#: so that its neighbours are not blamed for it, nor it for them.
+SUSPECT_AFTER = 2
+#: A suspect that was alone when its worker died yet again is quarantined as a dead letter at this count.
+QUARANTINE_AFTER = 4
 
 RETRY_BASE = 5.0
 RETRY_FACTOR = 2.0

@@ -28,6 +28,10 @@ R = TypeVar("R")
 Effect = Literal["T", "K", "F", "N"]
 
 
+#: What a task does unless it says otherwise.
+DEFAULT_RETRY = RetryPolicy()
+
+
 class SendOptions(TypedDict, total=False):
     """What ``task.options(…)`` accepts."""
 
@@ -120,7 +124,7 @@ class TaskSettings:
     queue: str = "default"
     #: The version of the arguments; raise it when they change their meaning.
     version: int = 1
-    retry: RetryPolicy = RetryPolicy()
+    retry: RetryPolicy = DEFAULT_RETRY
     timeout: timedelta | float | None = None
     expires: timedelta | float | None = limits.MESSAGE_RETENTION
     #: How long the key is remembered after the message ended.
@@ -162,8 +166,8 @@ class Task(Generic[P, R]):
         needed = (0.0 if self.expires is None else seconds(self.expires)) + limits.DEAD_RETENTION
         if self.key_window < needed:
             raise ConfigurationError(
-                f"{self.name}: key_window is {self.key_window / limits.DAY:g} days; it must cover the message's own time and "
-                f"its time as a dead letter, {needed / limits.DAY:g} days; raise it, or lower expires="
+                f"{self.name}: key_window is {self.key_window / limits.DAY:g} days; it must cover the message's own "
+                f"time and its time as a dead letter, {needed / limits.DAY:g} days; raise it, or lower expires="
             )
 
     def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
@@ -219,9 +223,7 @@ def check_options(options: SendOptions) -> SendOptions:
     """Refuse options that are unknown, contradict each other or lie outside their range."""
     unknown = options.keys() - SendOptions.__annotations__.keys()
     if unknown:
-        raise ConfigurationError(
-            f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(SendOptions.__annotations__)}"
-        )
+        raise ConfigurationError(f"unknown option {min(unknown)!r}; known: {', '.join(SendOptions.__annotations__)}")
     if "delay" in options and "at" in options:
         raise ConfigurationError("delay and at exclude each other")
     if "delay" in options:

@@ -84,7 +84,7 @@ class Lease(msgspec.Struct, frozen=True):
     fence: int
     #: This run's number, counted from 1; crashes and snoozes do not count.
     attempt: int
-    #: How often a worker died while it held this message.
+    #: How often a worker died while this message may have been running.
     crashes: int
     replay_count: int
     claimed_at: int
@@ -308,8 +308,11 @@ class Store(Protocol):
         """
         ...
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
-        """Keep leases for ``lease`` seconds from now.  False for each that was taken over."""
+    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+        """Keep leases for ``lease`` seconds from now.  False for each that was taken over.
+
+        ``starting`` says that a suspect's handler is about to begin: from here on, its worker's death counts against it.
+        """
         ...
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:

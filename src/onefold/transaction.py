@@ -188,8 +188,8 @@ class Context:
 
     def _too_long(self) -> TransactionTooLongError:
         return TransactionTooLongError(
-            f"the handler's transaction was open for more than {limits.TRANSACTION_SECONDS_MAX:g} s and was rolled back; "
-            "do slow work before the first ctx.execute()"
+            f"the handler's transaction was open for more than {limits.TRANSACTION_SECONDS_MAX:g} s "
+            "and was rolled back; do slow work before the first ctx.execute()"
         )
 
     async def commit(self, settle: Callable[[Transaction], Any]) -> None:

@@ -103,7 +103,7 @@ class Worker:
             others.append(asyncio.create_task(self._purge(), name="onefold-purger"))
         claimer = asyncio.create_task(self._claim(), name="onefold-claimer")
         stopping = asyncio.create_task(self._stopping.wait())
-        watched: set[asyncio.Task[object]] = {claimer, stopping, *others, *runners}  # type: ignore[arg-type]
+        watched: set[asyncio.Task[object]] = {claimer, stopping, *others, *runners}
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             await _cancel([claimer, stopping])
@@ -167,7 +167,7 @@ class Worker:
         """Pass leases to the runners; a message suspected of killing workers runs alone, so that no other is blamed."""
         suspects = []
         for lease in leases:
-            if lease.crashes >= limits.CRASHES_MAX - 1:
+            if lease.crashes >= limits.SUSPECT_AFTER:
                 suspects.append(lease)
             else:
                 self._supply.append(self._held[lease.id])
@@ -176,7 +176,16 @@ class Worker:
             while self._supply or self._running:
                 self._changed.clear()
                 await self._changed.wait()
-            await self._run_one(self._held[lease.id])
+            await self._run_alone(self._held[lease.id])
+
+    async def _run_alone(self, held: Held) -> None:
+        """Run a suspect, after writing down that it begins: should this process die now, it is to blame."""
+        try:
+            kept = await self._store.extend([held.lease], lease=self._settings.lease_seconds, starting=True)
+        except StoreUnavailableError:
+            kept = [False]
+        held.lost = held.lost or not kept[0]
+        await self._run_one(held)
 
     async def _wait(self) -> None:
         waiting = asyncio.ensure_future(self._store.wait(self._settings.queues, timeout=limits.POLL_SECONDS))

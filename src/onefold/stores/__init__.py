@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 from onefold.clock import Clock
 from onefold.errors import ConfigurationError
 from onefold.store import Store
+from onefold.stores.sql import load_migrations
 
 
 def open_store(url: str, *, clock: Clock | None = None) -> Store:
@@ -21,7 +22,7 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
         options = {name: values[-1] for name, values in parse_qs(query).items()}
         unknown = options.keys() - {"synchronous"}
         if unknown:
-            raise ConfigurationError(f"sqlite: unknown option {sorted(unknown)[0]!r}; known: synchronous")
+            raise ConfigurationError(f"sqlite: unknown option {min(unknown)!r}; known: synchronous")
         return SQLiteStore(path[1:], clock=clock, synchronous=options.get("synchronous", "FULL").upper())
     if scheme in ("postgresql", "postgres"):
         try:
@@ -30,6 +31,13 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
             raise ConfigurationError("PostgreSQL needs its driver: pip install 'onefold[postgres]'") from error
         return PostgresStore(url, clock=clock)
     raise ConfigurationError(f"{masked(url)!r} is not a store; use sqlite:///… or postgresql://…")
+
+
+def schema_text(url: str) -> str:
+    """Return the SQL of a store's migrations, for people who apply it themselves."""
+    engine = "sqlite" if url.startswith("sqlite:") else "postgres"
+    migrations = load_migrations(f"onefold.stores.{engine}")
+    return "\n".join(f"-- {migration.name}\n{migration.text}" for migration in migrations)
 
 
 def masked(url: str) -> str:

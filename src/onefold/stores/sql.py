@@ -40,10 +40,12 @@ class Migration:
 
 def load_migrations(package: str) -> list[Migration]:
     """Return a store's migrations in their order."""
-    found = []
-    for file in files(package).joinpath("migrations").iterdir():
-        if match := _MIGRATION.fullmatch(file.name):
-            found.append(Migration(int(match.group(1)), file.name, file.read_text()))
+    folder = files(package).joinpath("migrations")
+    found = [
+        Migration(int(match.group(1)), file.name, file.read_text())
+        for file in folder.iterdir()
+        if (match := _MIGRATION.fullmatch(file.name))
+    ]
     return sorted(found, key=lambda migration: migration.number)
 
 

@@ -37,7 +37,7 @@ UPDATE onefold_key SET suppressed = suppressed + 1 WHERE scope = ? AND key = ? A
 -- name: claim_expired
 -- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
 UPDATE onefold_delivery
-SET state = 0, crashes = crashes + 1, lease_until = NULL, worker = NULL
+SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = 1 AND lease_until <= ?
 
 -- name: claim_possible
@@ -59,10 +59,15 @@ FROM (
 CROSS JOIN onefold_message m ON m.id = d.id
 
 -- name: claim_take
-UPDATE onefold_delivery SET state = 1, fence = fence + 1, lease_until = ?, worker = ? WHERE id = ?
+-- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
+UPDATE onefold_delivery
+SET state = 1, fence = fence + 1, lease_until = ?, worker = ?, started = (crashes < ?)
+WHERE id = ?
 
 -- name: extend
-UPDATE onefold_delivery SET lease_until = ? WHERE id = ? AND fence = ? AND state = 1 RETURNING id
+UPDATE onefold_delivery SET lease_until = ?, started = max(started, ?)
+WHERE id = ? AND fence = ? AND state = 1
+RETURNING id
 
 -- name: settle_end
 DELETE FROM onefold_delivery WHERE id = ? AND fence = ? RETURNING id

@@ -23,7 +23,7 @@ def missing_migrations(connection: apsw.Connection) -> list[Migration]:
     if "onefold_migration" not in tables:
         if tables:
             raise SchemaError(
-                f"the database has tables named {sorted(tables)[0]!r} and so on that onefold did not make; "
+                f"the database has tables named {min(tables)!r} and so on that onefold did not make; "
                 "use another file, or rename them"
             )
         return MIGRATIONS

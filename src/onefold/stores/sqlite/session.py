@@ -132,12 +132,11 @@ class Session:
         holder = self._holder(keys.BATCH_SCOPE, batch_key, keys.BATCH)
         answers = self.put(envelopes, PutOptions())
         known = [a for a in answers if a.duplicate or a.clash]
-        if known and len(known) == len(answers) and not any(a.clash for a in answers):
-            if holder is None or holder.fingerprint == fingerprint:
-                return answers
-        if known or (holder is not None and holder.fingerprint != fingerprint and holder.state is not None):
-            first = known[0].id if known else holder.message_id if holder else ""
-            raise KeyReuseError("batch", batch_key, first)
+        same = holder is None or holder.fingerprint == fingerprint
+        if same and len(known) == len(answers) and not any(a.clash for a in answers):
+            return answers
+        if known or (not same and holder is not None and holder.state is not None):
+            raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
         row = (
             keys.BATCH_SCOPE,
             batch_key,
@@ -168,7 +167,7 @@ class Session:
             if len(rows) >= limit:
                 break
         until = steady + round(lease * MICROSECONDS)
-        self._each("claim_take", ((until, worker, row[0]) for row in rows))
+        self._each("claim_take", ((until, worker, limits.SUSPECT_AFTER, row[0]) for row in rows))
         return [lease_of(row, claimed_at=now, worker=worker) for row in rows]
 
     def claim_possible(self, queues: Sequence[str], types: Sequence[str]) -> bool:
@@ -181,9 +180,9 @@ class Session:
         )
         return bool(found[0][0])
 
-    def extend(self, leases: Sequence[Lease], lease: float) -> list[bool]:
+    def extend(self, leases: Sequence[Lease], lease: float, starting: bool) -> list[bool]:
         until = self._clock.steady() + round(lease * MICROSECONDS)
-        held = {row[0] for row in self._each("extend", ((until, one.id, one.fence) for one in leases))}
+        held = {row[0] for row in self._each("extend", ((until, int(starting), one.id, one.fence) for one in leases))}
         return [one.id in held for one in leases]
 
     # settle
@@ -197,7 +196,7 @@ class Session:
         won |= {row[0] for row in self._each("settle_again", (_again_row(lease, o, now) for lease, o in again))}
         won |= {row[0] for row in self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back))}
         self._each("settle_outcome", (outcome_row(lease, o, now) for lease, o in ended if lease.id in won))
-        failed = (attempt_row(l, o, now) for l, o in settlements if isinstance(o, Again | Dead) and l.id in won)
+        failed = (attempt_row(one, o, now) for one, o in settlements if isinstance(o, Again | Dead) and one.id in won)
         self._each("settle_attempt", (row for row in failed if row is not None))
         sends = [e for lease, o in ended if isinstance(o, Done) and lease.id in won for e in o.sends]
         if sends:

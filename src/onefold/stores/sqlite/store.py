@@ -290,8 +290,8 @@ class SQLiteStore:
             lambda session: session.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
         )
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
-        return await self._write(lambda session: session.extend(leases, lease))
+    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+        return await self._write(lambda session: session.extend(leases, lease, starting))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         await self._wake.wait(timeout)

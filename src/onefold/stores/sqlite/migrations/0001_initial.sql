@@ -29,6 +29,8 @@ CREATE TABLE onefold_delivery (
     fence INTEGER NOT NULL CHECK (fence >= 1),
     attempt INTEGER NOT NULL CHECK (attempt >= 0),
     crashes INTEGER NOT NULL CHECK (crashes >= 0),
+    -- Whether its handler may have begun under the current lease, so that a worker's death may be its doing.
+    started INTEGER NOT NULL DEFAULT 0 CHECK (started IN (0, 1)),
     replay_count INTEGER NOT NULL,
     lease_until INTEGER,
     worker TEXT,

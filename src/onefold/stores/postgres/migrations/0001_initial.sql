@@ -1,0 +1,140 @@
+-- A message's life in five tables.
+-- `message` never changes until its body is dropped; `delivery` is the narrow row that moves while it lives;
+-- `outcome` replaces the delivery when it ended; `key` outlives both; `attempt` says what went wrong on the way.
+-- Instants are microseconds since 1970, UTC, on the server's clock.
+-- Text that is indexed is compared byte by byte: faster than a language's rules, and the same after an upgrade of them.
+
+-- Not now(), which stands still for the length of a transaction.
+CREATE FUNCTION onefold.clock() RETURNS bigint
+LANGUAGE sql VOLATILE PARALLEL SAFE
+AS 'SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint';
+
+CREATE TABLE onefold.message (
+    id uuid PRIMARY KEY,
+    message_type text COLLATE "C" NOT NULL,
+    schema_version integer NOT NULL CHECK (schema_version >= 1),
+    queue text COLLATE "C" NOT NULL,
+    idempotency_key text COLLATE "C" NOT NULL,
+    correlation_id text NOT NULL,
+    causation_id text NOT NULL,
+    subject text NOT NULL,
+    created_at bigint NOT NULL,
+    retention bigint NOT NULL,
+    payload bytea,
+    headers bytea
+);
+
+CREATE TABLE onefold.delivery (
+    id uuid PRIMARY KEY,
+    due_at bigint NOT NULL,
+    expires_at bigint NOT NULL,
+    fence bigint NOT NULL CHECK (fence >= 1),
+    lease_until bigint,
+    attempt integer NOT NULL CHECK (attempt >= 0),
+    crashes integer NOT NULL CHECK (crashes >= 0),
+    replay_count integer NOT NULL,
+    state smallint NOT NULL CHECK (state IN (0, 1)),
+    queue text COLLATE "C" NOT NULL,
+    message_type text COLLATE "C" NOT NULL,
+    worker text,
+    CHECK ((state = 1) = (lease_until IS NOT NULL)),
+    CHECK ((state = 1) = (worker IS NOT NULL))
+) WITH (
+    -- Every message leaves two dead rows here, so the table is cleaned after a number of them, however large it is,
+    -- and without pauses: a claim walks past what has not been cleaned yet.
+    autovacuum_vacuum_threshold = 5000,
+    autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_vacuum_insert_threshold = -1,
+    autovacuum_vacuum_cost_delay = 0,
+    autovacuum_analyze_threshold = 5000,
+    autovacuum_analyze_scale_factor = 0.1
+);
+
+-- What may be claimed, in the order in which it is: one short range per queue.
+CREATE INDEX delivery_due ON onefold.delivery (queue, due_at) WHERE state = 0;
+-- Leases that may have run out.
+CREATE INDEX delivery_lease ON onefold.delivery (lease_until) WHERE state = 1;
+
+CREATE TABLE onefold.outcome (
+    id uuid PRIMARY KEY,
+    fence bigint NOT NULL,
+    ended_at bigint NOT NULL,
+    kept_until bigint NOT NULL,
+    purge_at bigint NOT NULL,
+    attempt integer NOT NULL,
+    crashes integer NOT NULL,
+    replay_count integer NOT NULL,
+    state smallint NOT NULL CHECK (state IN (3, 4, 5, 6)),
+    queue text COLLATE "C" NOT NULL,
+    result bytea,
+    failure bytea,
+    CHECK ((state = 3) = (result IS NOT NULL)),
+    CHECK ((state IN (4, 6)) = (failure IS NOT NULL))
+);
+
+-- The next time that anything of an ended message is to be removed: first its body, then all of it.
+CREATE INDEX outcome_purge ON onefold.outcome (purge_at);
+CREATE INDEX outcome_dead ON onefold.outcome (id) WHERE state = 4;
+
+CREATE TABLE onefold.key (
+    scope text COLLATE "C" NOT NULL,
+    key text COLLATE "C" NOT NULL,
+    kind smallint NOT NULL CHECK (kind IN (0, 1, 2)),
+    schema_version integer NOT NULL,
+    suppressed integer NOT NULL DEFAULT 0,
+    message_id uuid NOT NULL,
+    expires_at bigint,
+    fingerprint bytea NOT NULL,
+    PRIMARY KEY (scope, key, kind)
+);
+
+CREATE INDEX key_expires ON onefold.key (expires_at) WHERE expires_at IS NOT NULL;
+
+CREATE TABLE onefold.attempt (
+    message_id uuid NOT NULL,
+    fence bigint NOT NULL,
+    attempt integer NOT NULL,
+    at bigint NOT NULL,
+    worker text NOT NULL,
+    failure bytea NOT NULL,
+    delay double precision,
+    PRIMARY KEY (message_id, fence)
+);
+
+CREATE TABLE onefold.event (
+    seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at bigint NOT NULL,
+    message_id uuid NOT NULL,
+    kind text NOT NULL,
+    actor text NOT NULL,
+    reason text NOT NULL
+);
+
+CREATE INDEX event_message ON onefold.event (message_id);
+
+CREATE TABLE onefold.register (
+    kind text COLLATE "C" NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    value bytea NOT NULL,
+    version bigint NOT NULL,
+    expires_at bigint,
+    PRIMARY KEY (kind, name)
+);
+
+-- For people and their own tools: the inbox with stable names, whatever the tables become.
+CREATE VIEW onefold.inbox AS
+SELECT
+    m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.causation_id,
+    CASE coalesce(d.state, o.state)
+        WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
+        WHEN 5 THEN 'cancelled' WHEN 6 THEN 'discarded'
+    END AS state,
+    coalesce(d.fence, o.fence) AS fence,
+    coalesce(d.attempt, o.attempt) AS attempt,
+    coalesce(d.crashes, o.crashes) AS crashes,
+    coalesce(d.replay_count, o.replay_count) AS replay_count,
+    m.created_at, d.due_at, o.ended_at, o.kept_until, d.worker,
+    o.result, o.failure
+FROM onefold.message m
+LEFT JOIN onefold.delivery d ON d.id = m.id
+LEFT JOIN onefold.outcome o ON o.id = m.id;

@@ -1,0 +1,437 @@
+-- The statements of the PostgreSQL store, in the order of a message's life.
+-- The names are those of the SQLite store; where one statement here does what several do there, its comment says so.
+-- What belongs together is one statement of several parts, because a round trip costs more than a part.
+-- `now` is null except in tests, which bring their own clock; a statement reads the time once.
+-- "IN (…) IS TRUE" is answered from a hash; without "IS TRUE" it becomes a join, which may be planned for ten rows.
+
+-- name: put
+-- Stands for put_key, put_message and put_delivery.  A message without a scope brings no key.
+-- Keys are written in their order, so that two senders of the same keys wait for each other in one direction.
+-- Naming an id twice is a lost answer being asked for again: no row is returned, and no delivery made again.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(scopes)s::text[], %(types)s::text[], %(versions)s::int[],
+        %(queues)s::text[], %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
+        %(retentions)s::bigint[], %(payloads)s::bytea[], %(headers)s::bytea[], %(fingerprints)s::bytea[],
+        %(delays)s::bigint[], %(dues)s::bigint[])
+    WITH ORDINALITY AS g (id, scope, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, retention, payload, headers, fingerprint, delay, due_at, place)
+),
+won AS (
+    INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
+    SELECT scope, idempotency_key, 0, id, fingerprint, schema_version FROM given WHERE scope IS NOT NULL
+    ORDER BY scope COLLATE "C", idempotency_key COLLATE "C"
+    ON CONFLICT DO NOTHING
+    RETURNING message_id
+),
+stored AS (
+    INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    SELECT id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, (SELECT now FROM clock), retention, payload, headers
+    FROM given WHERE scope IS NULL OR id IN (SELECT message_id FROM won)
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id
+),
+delivered AS (
+    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+        replay_count)
+    SELECT id, queue, message_type, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
+    FROM (
+        SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
+    ) dated
+    WHERE (id IN (SELECT id FROM stored)) IS TRUE
+    ON CONFLICT (id) DO NOTHING
+)
+SELECT place FROM given WHERE (id IN (SELECT id FROM stored)) IS TRUE
+
+-- name: put_key
+INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version, expires_at)
+SELECT scope, key, kind, message_id, fingerprint, schema_version, expires_at
+FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[], %(ids)s::uuid[], %(fingerprints)s::bytea[],
+    %(versions)s::int[], %(expiries)s::bigint[])
+    AS g (scope, key, kind, message_id, fingerprint, schema_version, expires_at)
+ON CONFLICT DO NOTHING
+RETURNING message_id::text, kind
+
+-- name: key_lock
+-- Waits for whoever holds a key in an open transaction.  What the holder is must be read by the next statement:
+-- this one still sees the messages as they were before it waited.
+SELECT count(*)
+FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[]) AS g (scope, key, kind)
+CROSS JOIN LATERAL (
+    SELECT k.kind FROM onefold.key k WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind FOR UPDATE
+) held
+
+-- name: key_holder
+SELECT coalesce(%(now)s::bigint, onefold.clock()), k.message_id::text, k.fingerprint, k.schema_version, k.expires_at,
+    coalesce(d.state, o.state), o.kept_until
+FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[])
+    WITH ORDINALITY AS g (scope, key, kind, place)
+LEFT JOIN onefold.key k ON k.scope = g.scope AND k.key = g.key AND k.kind = g.kind
+LEFT JOIN onefold.delivery d ON d.id = k.message_id
+LEFT JOIN onefold.outcome o ON o.id = k.message_id
+ORDER BY g.place
+
+-- name: take_key
+-- Only from the holder that was judged: of two messages that take the same key, one finds it changed.
+UPDATE onefold.key k
+SET message_id = g.message_id, fingerprint = g.fingerprint, schema_version = g.schema_version,
+    expires_at = g.expires_at, suppressed = 0
+FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[], %(ids)s::uuid[], %(fingerprints)s::bytea[],
+    %(versions)s::int[], %(expiries)s::bigint[], %(holders)s::uuid[])
+    AS g (scope, key, kind, message_id, fingerprint, schema_version, expires_at, holder)
+WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind AND k.message_id = g.holder
+RETURNING k.message_id::text, k.kind
+
+-- name: drop_key
+-- A message needs all of its keys; what it won is given back when another was lost.
+DELETE FROM onefold.key k
+USING unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[], %(ids)s::uuid[])
+    AS g (scope, key, kind, message_id)
+WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind AND k.message_id = g.message_id
+
+-- name: count_suppressed
+UPDATE onefold.key k SET suppressed = k.suppressed + g.times
+FROM (
+    SELECT scope, key, kind, count(*)::int AS times
+    FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[]) AS u (scope, key, kind)
+    GROUP BY scope, key, kind
+) g
+WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind
+
+-- name: put_probe
+-- Rolled back in any case: it waits for the transaction in doubt, then says whether that one stored the message.
+INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id,
+    subject, created_at, retention)
+VALUES (%(id)s::uuid, '', 1, '', '', '', '', '', 0, 0)
+ON CONFLICT (id) DO NOTHING
+RETURNING 1
+
+-- name: claim_expired
+-- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
+UPDATE onefold.delivery SET state = 0, crashes = crashes + 1, lease_until = NULL, worker = NULL
+WHERE id = ANY (ARRAY(
+    SELECT id FROM onefold.delivery
+    WHERE state = 1 AND lease_until <= (SELECT coalesce(%(now)s::bigint, onefold.clock()))
+    ORDER BY lease_until LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED))
+RETURNING 1
+
+-- name: claim
+-- Stands for claim_possible, claim_select and claim_take.
+-- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+picked AS MATERIALIZED (
+    SELECT due.id
+    FROM unnest(%(queues)s::text[]) AS q (queue)
+    CROSS JOIN LATERAL (
+        SELECT id FROM onefold.delivery
+        WHERE queue = q.queue AND state = 0 AND due_at <= (SELECT now FROM clock)
+            AND message_type = ANY (%(types)s::text[])
+        ORDER BY due_at LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ) due
+    LIMIT %(limit)s
+),
+taken AS (
+    UPDATE onefold.delivery
+    SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
+        worker = %(worker)s::text
+    WHERE id = ANY (ARRAY(SELECT id FROM picked))
+    RETURNING id, due_at, expires_at, fence, attempt, crashes, replay_count
+)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, (SELECT now FROM clock)
+FROM taken t
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+ORDER BY t.due_at, t.id
+
+-- name: extend
+-- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
+UPDATE onefold.delivery d SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint
+FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS g (id, fence, place)
+WHERE d.id = g.id AND d.fence = g.fence AND d.lease_until IS NOT NULL
+RETURNING g.place
+
+-- name: settle_end
+-- Stands for settle_end, settle_outcome and, for messages that failed for good, settle_attempt.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+ended AS (
+    DELETE FROM onefold.delivery d
+    USING unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
+        %(results)s::bytea[], %(failures)s::bytea[], %(workers)s::text[])
+        WITH ORDINALITY AS g (id, fence, key_window, body_window, result, failure, worker, place)
+    WHERE d.id = g.id AND d.fence = g.fence
+    RETURNING g.place, d.id, d.queue, d.fence, d.attempt + CASE WHEN g.failure IS NULL THEN 0 ELSE 1 END AS attempt,
+        d.crashes, d.replay_count, g.key_window, g.body_window, g.result, g.failure, g.worker
+),
+outcome AS (
+    INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
+        purge_at, result, failure)
+    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt, crashes, replay_count, now,
+        now + key_window, now + least(key_window, body_window), result, failure
+    FROM ended CROSS JOIN clock
+),
+attempt AS (
+    INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure)
+    SELECT id, fence, attempt, now, worker, failure FROM ended CROSS JOIN clock WHERE failure IS NOT NULL
+)
+SELECT place FROM ended
+
+-- name: settle_again
+-- Stands for settle_again and settle_attempt.
+-- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+again AS (
+    UPDATE onefold.delivery d
+    SET state = 0, fence = d.fence + 1, attempt = g.counted, due_at = (SELECT now FROM clock) + g.delay,
+        lease_until = NULL, worker = NULL
+    FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::int[], %(counted)s::int[], %(delays)s::bigint[],
+        %(failures)s::bytea[], %(workers)s::text[])
+        WITH ORDINALITY AS g (id, fence, attempt, counted, delay, failure, worker, place)
+    WHERE d.id = g.id AND d.fence = g.fence
+    RETURNING g.place, d.id, g.fence, g.attempt, g.delay, g.failure, g.worker
+),
+attempt AS (
+    INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure, delay)
+    SELECT id, fence, attempt, now, worker, failure, delay / 1e6::double precision
+    FROM again CROSS JOIN clock WHERE failure IS NOT NULL
+)
+SELECT place FROM again
+
+-- name: settle_hand_back
+UPDATE onefold.delivery d SET state = 0, fence = d.fence + 1, lease_until = NULL, worker = NULL
+FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS g (id, fence, place)
+WHERE d.id = g.id AND d.fence = g.fence
+RETURNING g.place
+
+-- name: settle_lock
+-- After a lost answer: waits until the session that was asked has committed or is gone.
+SELECT id::text, fence, crashes, replay_count FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])
+ORDER BY id FOR UPDATE
+
+-- name: settle_found
+-- After settle_lock: what each fence has left behind.
+SELECT id::text, fence FROM onefold.outcome WHERE id = ANY (%(ids)s::uuid[])
+UNION ALL
+SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(ids)s::uuid[])
+
+-- name: move_redrive
+-- Stands for move_redrive, move_reopened and move_event.
+-- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+reopened AS (
+    DELETE FROM onefold.outcome o USING onefold.message m
+    WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND m.id = o.id AND m.payload IS NOT NULL
+    RETURNING o.id, o.queue, m.message_type, m.retention, o.fence, o.replay_count
+),
+delivered AS (
+    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+        replay_count)
+    SELECT id, queue, message_type, 0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0,
+        replay_count + 1
+    FROM reopened CROSS JOIN clock
+),
+event AS (
+    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+    SELECT now, id, 'redrive', %(actor)s::text, %(reason)s::text FROM reopened CROSS JOIN clock
+)
+SELECT id::text, queue FROM reopened
+
+-- name: move_discard
+-- Stands for move_discard and move_event.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+discarded AS (
+    UPDATE onefold.outcome
+    SET state = 6, fence = fence + 1, kept_until = (SELECT now FROM clock), purge_at = (SELECT now FROM clock)
+    WHERE id = ANY (%(ids)s::uuid[]) AND state = 4
+    RETURNING id, queue
+),
+event AS (
+    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+    SELECT now, id, 'discard', %(actor)s::text, %(reason)s::text FROM discarded CROSS JOIN clock
+)
+SELECT id::text, queue FROM discarded
+
+-- name: move_cancel
+-- Stands for move_cancel, move_cancelled and move_event.
+-- A message that nobody ever claimed leaves its key free at once; one that may have run keeps it.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+cancelled AS (
+    DELETE FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])
+    RETURNING id, queue, fence, attempt, crashes, replay_count
+),
+outcome AS (
+    INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
+        purge_at)
+    SELECT id, queue, 5, fence + 1, attempt, crashes, replay_count, now,
+        CASE fence WHEN 1 THEN now ELSE now + %(key_window)s::bigint END,
+        CASE fence WHEN 1 THEN now ELSE now + %(key_window)s::bigint END
+    FROM cancelled CROSS JOIN clock
+),
+event AS (
+    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+    SELECT now, id, 'cancel', %(actor)s::text, %(reason)s::text FROM cancelled CROSS JOIN clock
+)
+SELECT id::text, queue FROM cancelled
+
+-- name: register_insert
+INSERT INTO onefold.register AS r (kind, name, value, version, expires_at)
+VALUES (%(kind)s::text, %(name)s::text, %(value)s::bytea, 1, %(expires_at)s::bigint)
+ON CONFLICT (kind, name) DO UPDATE SET value = excluded.value, version = r.version + 1,
+    expires_at = excluded.expires_at
+WHERE r.expires_at <= coalesce(%(now)s::bigint, onefold.clock())
+RETURNING version
+
+-- name: register_update
+UPDATE onefold.register SET value = %(value)s::bytea, version = version + 1, expires_at = %(expires_at)s::bigint
+WHERE kind = %(kind)s::text AND name = %(name)s::text AND version = %(version)s::bigint
+    AND (expires_at IS NULL OR expires_at > coalesce(%(now)s::bigint, onefold.clock()))
+RETURNING version
+
+-- name: register_delete
+DELETE FROM onefold.register
+WHERE kind = %(kind)s::text AND name = %(name)s::text AND version = %(version)s::bigint
+RETURNING version
+
+-- name: registered
+SELECT value, version FROM onefold.register
+WHERE kind = %(kind)s::text AND name = %(name)s::text
+    AND (expires_at IS NULL OR expires_at > coalesce(%(now)s::bigint, onefold.clock()))
+
+-- name: purge_bodies
+-- Stands for purge_bodies, purge_body and purge_body_done.  Several machines may purge: each takes what is free.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+old AS MATERIALIZED (
+    SELECT id FROM onefold.outcome
+    WHERE purge_at <= (SELECT now FROM clock) AND kept_until > (SELECT now FROM clock)
+    ORDER BY purge_at LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED
+),
+emptied AS (
+    UPDATE onefold.message SET payload = NULL WHERE id = ANY (ARRAY(SELECT id FROM old))
+)
+UPDATE onefold.outcome SET purge_at = kept_until WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING 1
+
+-- name: purge_messages
+-- Stands for purge_messages, purge_message_key, purge_message, purge_outcome and purge_attempts.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+old AS MATERIALIZED (
+    SELECT id FROM onefold.outcome
+    WHERE purge_at <= (SELECT now FROM clock) AND kept_until <= (SELECT now FROM clock)
+    ORDER BY purge_at LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED
+),
+outcome AS (
+    DELETE FROM onefold.outcome WHERE id = ANY (ARRAY(SELECT id FROM old))
+),
+attempt AS (
+    DELETE FROM onefold.attempt WHERE message_id = ANY (ARRAY(SELECT id FROM old))
+),
+message AS (
+    DELETE FROM onefold.message WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id, message_type, idempotency_key
+),
+key AS (
+    DELETE FROM onefold.key k USING message m
+    WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.message_id = m.id
+)
+SELECT 1 FROM old
+
+-- name: purge_keys
+DELETE FROM onefold.key WHERE (scope, key, kind) IN (
+    SELECT scope, key, kind FROM onefold.key
+    WHERE expires_at <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED)
+
+-- name: purge_register
+DELETE FROM onefold.register WHERE (kind, name) IN (
+    SELECT kind, name FROM onefold.register
+    WHERE expires_at <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED)
+RETURNING 1
+
+-- name: find_ids
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM onefold.message m
+LEFT JOIN onefold.delivery d ON d.id = m.id
+LEFT JOIN onefold.outcome o ON o.id = m.id
+WHERE m.id = ANY (%(ids)s::uuid[]) AND coalesce(d.state, o.state) IS NOT NULL
+ORDER BY m.id
+
+-- name: find_dead
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    0::bigint, 0::bigint, o.fence, o.attempt, o.crashes, o.replay_count,
+    o.state, NULL::text, o.ended_at, o.kept_until, o.result, o.failure
+FROM onefold.outcome o
+JOIN onefold.message m ON m.id = o.id
+WHERE o.state = 4 AND o.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+ORDER BY o.id LIMIT %(limit)s
+
+-- name: find_any
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM onefold.message m
+LEFT JOIN onefold.delivery d ON d.id = m.id
+LEFT JOIN onefold.outcome o ON o.id = m.id
+WHERE m.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+ORDER BY m.id LIMIT %(limit)s
+
+-- name: attempts
+SELECT attempt, fence, at, worker, failure, delay FROM onefold.attempt WHERE message_id = %(id)s::uuid ORDER BY fence
+
+-- name: count_alive
+SELECT queue, state, count(*) FROM onefold.delivery GROUP BY queue, state
+
+-- name: count_dead
+SELECT queue, count(*) FROM onefold.outcome WHERE state = 4 GROUP BY queue
+
+-- name: notify
+SELECT pg_notify('onefold', queue) FROM unnest(%(queues)s::text[]) AS q (queue)
+
+-- name: listen
+LISTEN onefold
+
+-- name: session_settings
+SELECT set_config(name, value, false) FROM unnest(%(names)s::text[], %(values)s::text[]) AS s (name, value)
+
+-- name: durability
+SELECT current_setting('fsync') = 'on' AND current_setting('full_page_writes') = 'on'
+    AND current_setting('synchronous_commit') <> 'off'
+
+-- name: schema_state
+SELECT to_regclass('onefold.migration') IS NOT NULL,
+    EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'onefold')
+
+-- name: schema_applied
+SELECT number, checksum FROM onefold.migration
+
+-- name: schema_lock
+-- One machine migrates at a time; the others wait here and then find nothing left to do.
+SELECT pg_advisory_xact_lock(7381240915)
+
+-- name: schema_create
+CREATE SCHEMA IF NOT EXISTS onefold
+
+-- name: schema_table
+CREATE TABLE IF NOT EXISTS onefold.migration (
+    number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL, applied_at bigint NOT NULL
+)
+
+-- name: schema_record
+INSERT INTO onefold.migration (number, name, checksum, applied_at)
+VALUES (%(number)s, %(name)s, %(checksum)s, coalesce(%(now)s::bigint, onefold.clock()))

@@ -1,0 +1,63 @@
+"""What every promise needs: a store with a table of effects beside it, and a clock that the test owns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from onefold import App, Receipt
+from onefold.store import Query, Record
+from onefold.testing.clock import FakeClock
+
+
+class World:
+    """One database, as many apps on it as a test wants, and the rows their handlers left behind."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.clock = FakeClock()
+
+    def app(self) -> App:
+        """Return another app on the same database, as another process would have it."""
+        return App(self.url, clock=self.clock)
+
+    @asynccontextmanager
+    async def running(self, *apps: App) -> AsyncIterator[None]:
+        """Open the apps on a database that has the table ``effect``."""
+        await apps[0].migrate()
+        for app in apps:
+            await app.open()
+        try:
+            async with apps[0].transaction() as tx:
+                await tx.execute("CREATE TABLE IF NOT EXISTS effect (name TEXT NOT NULL)")
+            yield
+        finally:
+            for app in apps:
+                await app.close()
+
+    def sql(self, statement: str) -> str:
+        """Write a statement with the placeholders of this store's driver."""
+        return statement if self.url.startswith("sqlite") else statement.replace("?", "%s")
+
+    @property
+    def insert_effect(self) -> str:
+        """The statement with which handlers leave a row behind."""
+        return self.sql("INSERT INTO effect (name) VALUES (?)")
+
+    async def effects(self, app: App) -> list[str]:
+        """Return the names of the effects that were committed, in alphabetical order."""
+        return [row[0] for row in await app.store.fetch("SELECT name FROM effect ORDER BY name")]
+
+    async def record(self, app: App, receipt: Receipt[Any] | str) -> Record:
+        """Return where one message stands."""
+        wanted = receipt if isinstance(receipt, str) else receipt.id
+        return (await app.find(Query(ids=(wanted,))))[0]
+
+
+@pytest.fixture
+def world(store_url: str) -> World:
+    """Each store in turn."""
+    return World(store_url)
