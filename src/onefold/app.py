@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 from onefold import inspection, limits
 from onefold.clock import Clock, SystemClock, new_id, system_random
 from onefold.envelope import Envelope, check
-from onefold.errors import ConfigurationError, KeyReuseError, seconds
+from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
 from onefold.execution import Execution, Middleware
 from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
@@ -25,7 +25,7 @@ from onefold.registry import DEFAULT_RETRY, Call, Effect, Registry, Task, TaskSe
 from onefold.retry import RetryPolicy
 from onefold.store import Counts, PutOptions, Query, Record, Store
 from onefold.stores import open_store
-from onefold.transaction import AppTransaction, Buffer, Context, current
+from onefold.transaction import AppTransaction, Buffer, Context, current, refuse_inside
 from onefold.worker import Worker, WorkerSettings
 
 logger = logging.getLogger("onefold")
@@ -193,8 +193,12 @@ class App:
         envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
         for change in self._on_send:
             envelope = check(change(envelope))
-        receipt = Receipt[R](envelope.id, call.task.signature.decode_result, self.store.find, self._clock.sleep)
+        receipt = Receipt[R](envelope.id, call.task.signature.decode_result, self._find_outside, self._clock.sleep)
         return envelope, receipt
+
+    async def _find_outside(self, query: Query) -> list[Record]:
+        refuse_inside("result()")
+        return await self.store.find(query)
 
     async def dispatch(self, call: Call[R]) -> Receipt[R]:
         """Send one call; inside a handler or transaction it joins that commit instead of leaving now."""
@@ -249,6 +253,9 @@ class App:
         When the block ends, everything is durable; when it raises or the process dies, nothing has happened.
         With ``connection`` it joins the transaction that is open there, and its owner commits.
         """
+        if isinstance(current.get(), Context):
+            raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
+        refuse_inside("transaction()")
         buffer = Buffer(self._prepare)
         async with self.store.transaction(connection) as opened:
             inside = AppTransaction(opened, buffer)
@@ -257,6 +264,7 @@ class App:
                 yield inside
             finally:
                 current.reset(token)
+                buffer.close()
             stored = await opened.put(buffer.envelopes) if buffer.envelopes else []
             buffer.refuse_clashes(stored)
         buffer.confirm(stored)
@@ -317,10 +325,12 @@ class App:
 
     async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
         """Reopen dead letters in one commit; returns the ids this call reopened."""
+        refuse_inside("redrive()")
         return await inspection.redrive(self.store, ids, actor=actor, reason=reason)
 
     async def cancel(self, message_id: str, *, actor: str, reason: str) -> bool:
         """Take a message back; one that runs can no longer commit."""
+        refuse_inside("cancel()")
         return await inspection.cancel(self.store, message_id, actor=actor, reason=reason)
 
     async def find(self, query: Query) -> list[Record]:

@@ -57,12 +57,14 @@ class Execution:
         token = current.set(context)
         try:
             result = await self._handle(task, context, lease)
+            context.close()
             done = Done(task.signature.encode_result(result), tuple(context.buffer.envelopes), task.key_window)
             if not context.in_transaction:
                 return done
             await context.commit(lambda transaction: _settle_or_lose(transaction, lease, done))
             return None
         except BaseException as error:
+            context.close()
             await context.roll_back(error)
             if isinstance(error, LeaseLostError) or _stopped_by_worker(error):
                 raise

@@ -311,7 +311,7 @@ class Store(Protocol):
     async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
         """Keep leases for ``lease`` seconds from now.  False for each that was taken over.
 
-        ``starting`` says that a suspect's handler is about to begin: from here on, its worker's death counts against it.
+        ``starting`` says that a suspect's handler is about to begin: from here on its worker's death counts against it.
         """
         ...
 

@@ -16,6 +16,7 @@ from onefold import limits
 from onefold.clock import to_datetime
 from onefold.envelope import Envelope
 from onefold.errors import (
+    ConfigurationError,
     HandlerError,
     KeyReuseError,
     LeaseLostError,
@@ -41,17 +42,26 @@ class Buffer:
         self._prepare = prepare
         self._parent = parent
         self._unkeyed = 0
+        self._closed = False
         self.envelopes: list[Envelope] = []
         self.receipts: list[Receipt[Any]] = []
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Buffer one message; its receipt has an id at once."""
+        if self._closed:
+            raise HandlerError("the handler or transaction is over, so this message would never leave; await its tasks")
+        if call.options.get("if_dead", "keep") != "keep":
+            raise ConfigurationError("if_dead='redrive' reopens another message; send it outside of a transaction")
         envelope, receipt = self._prepare(call, self._parent, self._unkeyed)
         if call.key is None:
             self._unkeyed += 1
         self.envelopes.append(envelope)
         self.receipts.append(receipt)
         return receipt
+
+    def close(self) -> None:
+        """Take no more: what comes from now on would be lost without a word."""
+        self._closed = True
 
     def refuse_clashes(self, stored: Sequence[Stored]) -> None:
         """Raise ``KeyReuseError`` for the first message whose key belongs to another payload."""
@@ -117,6 +127,7 @@ class Context:
         self._limit: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._begin = asyncio.Lock()
+        self._over = False
 
     @property
     def idempotency_key(self) -> str:
@@ -171,11 +182,18 @@ class Context:
         """Whether the handler's transaction has begun, even if it was ended for being too long."""
         return self._transaction is not None
 
+    def close(self) -> None:
+        """The handler has returned: tasks it left running can no longer reach its commit."""
+        self._over = True
+        self.buffer.close()
+
     async def _open(self) -> Transaction:
         # The lock keeps two statements of one handler, run concurrently, from opening two transactions.
         async with self._begin:
             if self._ending is not None:
                 raise self._too_long()
+            if self._over:
+                raise HandlerError("the handler has returned; nothing it does now can be part of its commit")
             if self._transaction is None:
                 self._opened = self._store.transaction()
                 self._transaction = await self._opened.__aenter__()
@@ -231,6 +249,13 @@ class Context:
         except BaseException as raised:
             if raised is not error:
                 raise
+
+
+def refuse_inside(verb: str) -> None:
+    """Refuse a verb that commits by itself inside a handler or transaction: on SQLite it would wait for itself."""
+    inside = current.get()
+    if isinstance(inside, AppTransaction) or (isinstance(inside, Context) and inside.in_transaction):
+        raise TransactionOpenError(f"{verb} would commit apart from the open transaction; use it before or after")
 
 
 #: The transaction that `await task.send(…)` joins, if the code runs inside one.

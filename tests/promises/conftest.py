@@ -24,6 +24,10 @@ class World:
         """Return another app on the same database, as another process would have it."""
         return App(self.url, clock=self.clock)
 
+    def paused_app(self) -> App:
+        """Return an app for which no time passes: its worker renews no lease, as if its process stood still."""
+        return App(self.url, clock=FakeClock())
+
     @asynccontextmanager
     async def running(self, *apps: App) -> AsyncIterator[None]:
         """Open the apps on a database that has the table ``effect``."""

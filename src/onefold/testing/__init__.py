@@ -1,0 +1,11 @@
+"""For tests of programs built on onefold: own the clock, drain the queues, call a handler, break the store.
+
+``onefold.testing.contracts`` is the suite every store must pass; it needs pytest and is imported by itself.
+"""
+
+from onefold.testing.clock import FakeClock
+from onefold.testing.context import context
+from onefold.testing.drain import assert_idle, drain
+from onefold.testing.faults import Fault, FaultyStore, HastyClock
+
+__all__ = ["FakeClock", "Fault", "FaultyStore", "HastyClock", "assert_idle", "context", "drain"]

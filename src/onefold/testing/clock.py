@@ -42,13 +42,17 @@ class FakeClock:
 
     def advance(self, duration: timedelta | float) -> None:
         """Let time pass, for both clocks, and wake who has slept long enough."""
-        seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-        self._now += round(seconds * MICROSECONDS)
-        self._steady += round(seconds * MICROSECONDS)
+        self.stall(duration)
         while self._sleepers and self._sleepers[0][0] <= self._steady:
             future = heapq.heappop(self._sleepers)[2]
             if not future.done():
                 future.set_result(None)
+
+    def stall(self, duration: timedelta | float) -> None:
+        """Let time pass without waking anybody, as when the whole process is stopped for a while."""
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
+        self._now += round(seconds * MICROSECONDS)
+        self._steady += round(seconds * MICROSECONDS)
 
     def jump(self, duration: timedelta | float) -> None:
         """Set the wall clock forward, or back with a negative duration; no time passes."""

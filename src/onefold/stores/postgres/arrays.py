@@ -36,11 +36,7 @@ class _Blobs(Column):
     __slots__ = ()
 
 
-class _Numbers(Column):
-    __slots__ = ()
-
-
-class _Ids(Column):
+class _Literal(Column):
     __slots__ = ()
 
 
@@ -55,13 +51,13 @@ def blobs(items: Sequence[bytes | None]) -> Column:
 
 
 def numbers(items: Iterable[int | None]) -> Column:
-    """Return a ``bigint[]``; the statement's cast makes it narrower."""
-    return _Numbers("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
+    """Return an array of whichever integers the statement casts it to."""
+    return _Literal("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
 
 
 def ids(items: Iterable[str]) -> Column:
     """Return a ``uuid[]``; the server refuses what is not one."""
-    return _Ids("".join(("{", ",".join(items), "}")).encode())
+    return _Literal("".join(("{", ",".join(items), "}")).encode())
 
 
 def _binary(element: int, items: Sequence[bytes | None]) -> bytes:
@@ -90,12 +86,8 @@ class _BlobsDumper(_ColumnDumper):
     oid = 1001
 
 
-class _NumbersDumper(_ColumnDumper):
-    oid = 1016
-
-
-class _IdsDumper(_ColumnDumper):
-    oid = 2951
+class _LiteralDumper(_ColumnDumper):
+    """Text without a type: the cast in the statement says which array it is."""
 
 
 def teach(context: AdaptContext) -> None:
@@ -103,7 +95,6 @@ def teach(context: AdaptContext) -> None:
     for kind, dumper in (
         (_Texts, _TextsDumper),
         (_Blobs, _BlobsDumper),
-        (_Numbers, _NumbersDumper),
-        (_Ids, _IdsDumper),
+        (_Literal, _LiteralDumper),
     ):
         context.adapters.register_dumper(kind, dumper)

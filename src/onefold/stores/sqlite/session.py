@@ -6,7 +6,7 @@ Everything here is plain blocking code: the store decides in which thread it run
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import apsw
@@ -72,18 +72,18 @@ class Session:
                 ((e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None) for e in simple),
             )
         }
-        fresh: list[Envelope] = []
+        fresh: dict[str, Envelope] = {}
         answers: list[Stored] = []
         for e in envelopes:
             if e.id in won or (not e.keyed and e.deduplication_key is None):
-                fresh.append(e)
+                fresh[e.id] = e
                 answers.append(Stored(e.id, State.SCHEDULED))
             else:
                 answers.append(self._put_contested(e, options, now, fresh))
-        self._insert(fresh, now)
+        self._insert(list(fresh.values()), now)
         return answers
 
-    def _put_contested(self, e: Envelope, options: PutOptions, now: int, fresh: list[Envelope]) -> Stored:
+    def _put_contested(self, e: Envelope, options: PutOptions, now: int, fresh: dict[str, Envelope]) -> Stored:
         """Store a message whose key is taken, or which has two keys: the idempotency key decides first."""
         free: list[tuple[str, int, int | None]] = []
         for kind, key, decide in (
@@ -112,14 +112,14 @@ class Session:
         for key, kind, expires_at in free:
             row = (e.scope, key, kind, e.id, e.fingerprint, e.schema_version, expires_at)
             self.rows("put_key", *row) or self.rows("take_key", *row)
-        fresh.append(e)
+        fresh[e.id] = e
         return Stored(e.id, State.SCHEDULED)
 
-    def _holder(self, scope: str, key: str, kind: int, fresh: Sequence[Envelope] = ()) -> Holder | None:
+    def _holder(self, scope: str, key: str, kind: int, fresh: Container[str] = ()) -> Holder | None:
         for message_id, fingerprint, version, expires_at, state, kept_until in self.rows(
             "key_holder", scope, key, kind
         ):
-            if state is None and any(e.id == message_id for e in fresh):
+            if state is None and message_id in fresh:
                 state = State.SCHEDULED  # put a moment ago in this very call, its rows are about to be written
             return Holder(
                 message_id, fingerprint, version, expires_at, None if state is None else State(state), kept_until

@@ -23,6 +23,8 @@ from onefold.store import (
     Attempt,
     Capabilities,
     Counts,
+    Done,
+    HandBack,
     Lease,
     Outcome,
     Purged,
@@ -74,14 +76,18 @@ class SQLiteTransaction:
     async def execute(
         self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
-        return await self._store.on_writer(self._session.execute, statement, parameters)
+        try:
+            return await self._store.on_writer(self._session.execute, statement, parameters)
+        except (apsw.BusyError, apsw.FullError, apsw.IOError) as error:
+            # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
+            raise translated(error, self._store.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
         self._store.ring_at_commit = True
         return await self._run(self._session.put, envelopes, options)
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        self._store.ring_at_commit = True
+        self._store.ring_at_commit = self._store.ring_at_commit or _may_bring_work(settlements)
         return await self._run(self._session.settle, settlements)
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
@@ -277,7 +283,8 @@ class SQLiteStore:
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         won = await self._write(lambda session: session.settle(settlements))
-        self._wake.ring()
+        if _may_bring_work(settlements):
+            self._wake.ring()
         return won
 
     async def claim(
@@ -334,3 +341,8 @@ class SQLiteStore:
 
     async def count(self) -> dict[str, Counts]:
         return await self._read(lambda session: session.count())
+
+
+def _may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
+    """Whether settling these leaves something that another worker could take at once."""
+    return any(isinstance(o, HandBack) or (isinstance(o, Done) and o.sends) for _, o in settlements)

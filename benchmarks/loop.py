@@ -1,0 +1,21 @@
+"""Every process of the benchmark runs on uvloop where it can be had, as a worker in production would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+try:
+    import uvloop
+except ImportError:
+    uvloop = None  # type: ignore[assignment]
+
+Answer = TypeVar("Answer")
+
+NAME = "asyncio" if uvloop is None else f"uvloop {uvloop.__version__}"
+
+
+def run(main: Coroutine[Any, Any, Answer]) -> Answer:
+    with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
+        return runner.run(main)

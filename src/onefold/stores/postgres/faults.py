@@ -1,0 +1,45 @@
+"""What an error of the driver means: try again, connect again, or tell the caller in onefold's words."""
+
+from __future__ import annotations
+
+import psycopg
+from psycopg import errors
+from psycopg_pool import PoolClosed, PoolTimeout
+
+from onefold.errors import OnefoldError, SchemaError, StoreError, StoreUnavailableError
+
+#: The server ends sessions with these when it stops, fails over or loses patience; 25006 comes from a former primary.
+_LOST_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"})
+
+
+class BlockedError(StoreUnavailableError):
+    """Another transaction held a key or a row for longer than this statement was allowed to wait."""
+
+
+def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object] | None) -> bool:
+    """Whether the session is gone, so that nobody knows what became of its last statement."""
+    if connection is None or connection.closed or isinstance(error, PoolTimeout):
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return error.sqlstate in _LOST_STATES or (error.sqlstate or "").startswith("08")
+
+
+def may_rerun(error: psycopg.Error) -> bool:
+    """Whether the server rolled the transaction back only because of what others did at the same time."""
+    return isinstance(error, errors.SerializationFailure | errors.DeadlockDetected)
+
+
+def translated(error: psycopg.Error) -> OnefoldError:
+    """Return the error of ours that says what a driver's error means for the caller."""
+    said = str(error).strip() or type(error).__name__
+    if isinstance(error, errors.LockNotAvailable):
+        return BlockedError(f"PostgreSQL: {said}; nothing was written")
+    if isinstance(error, errors.UndefinedTable | errors.InvalidSchemaName | errors.UndefinedFunction):
+        return SchemaError(f"PostgreSQL: {said}; run `onefold migrate`")
+    if isinstance(error, errors.SerializationFailure | errors.DeadlockDetected | errors.QueryCanceled):
+        return StoreUnavailableError(f"PostgreSQL: {said}; nothing was written")
+    if isinstance(error, PoolClosed):
+        return StoreError("the store is closed; use it inside `async with app`")
+    # Class 53 is a full disk, memory or connections: it may work later.
+    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or (error.sqlstate or "").startswith("53"):
+        return StoreUnavailableError(f"PostgreSQL: {said}")
+    return StoreError(f"PostgreSQL: {said}")

@@ -1,0 +1,242 @@
+"""Storing messages, and what happens when a key is already there.
+
+The common message costs one statement.
+One whose key is taken, or which has a deduplication key, is judged with the rows of its keys locked: in rounds of
+lock, read, decide and take, because a key that is not there yet cannot be locked, and somebody may be quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope, pack_headers
+from onefold.errors import KeyReuseError, StoreUnavailableError
+from onefold.store import PutOptions, State, Stored
+from onefold.stores import keys
+from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
+from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
+from onefold.stores.postgres.connection import Wire
+
+#: Messages in one statement: enough to forget the round trip, few enough for the server's memory.
+CHUNK = 5_000
+#: Each round is lost only to somebody who won, so this many in a row are not bad luck.
+_ROUNDS_MAX = 20
+
+#: Scope, key and kind: what a key's row is found by.
+_Name = tuple[str, str, int]
+_Placed = tuple[int, Envelope]
+
+
+class _Wanted(NamedTuple):
+    """A key that a message is about to take, and from whom."""
+
+    name: _Name
+    message_id: str
+    fingerprint: bytes
+    schema_version: int
+    expires_at: int | None
+    holder: str | None
+
+
+async def store_fresh(wire: Wire, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True) -> list[bool]:
+    """Store messages together with their keys; False for each that was there before, or whose key was.
+
+    With ``keyed`` false the keys have been taken already.
+    """
+    parameters: dict[str, Any] = {
+        "now": now,
+        "ids": ids([e.id for e in envelopes]),
+        "scopes": texts([e.scope if keyed and e.keyed else None for e in envelopes]),
+        "types": texts([e.message_type for e in envelopes]),
+        "versions": numbers([e.schema_version for e in envelopes]),
+        "queues": texts([e.queue for e in envelopes]),
+        "keys": texts([e.idempotency_key for e in envelopes]),
+        "correlations": texts([e.correlation_id for e in envelopes]),
+        "causations": texts([e.causation_id for e in envelopes]),
+        "subjects": texts([e.subject for e in envelopes]),
+        "retentions": numbers([e.retention for e in envelopes]),
+        "payloads": blobs([e.payload_inline for e in envelopes]),
+        "headers": blobs([pack_headers(e) for e in envelopes]),
+        "fingerprints": blobs([e.fingerprint for e in envelopes]),
+        "delays": numbers([e.delay for e in envelopes]),
+        "dues": numbers([e.due_at for e in envelopes]),
+    }
+    stored = [False] * len(envelopes)
+    for (place,) in await wire.rows("put", parameters):
+        stored[place - 1] = True
+    return stored
+
+
+class Putter:
+    """Puts on one connection, inside one open transaction."""
+
+    def __init__(self, wire: Wire, now: int | None, redrive: Callable[[str], Awaitable[bool]]) -> None:
+        self._wire = wire
+        self._now = now
+        self._redrive = redrive
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        """Store messages and say what became of each."""
+        if options.batch_key is not None:
+            return await self._put_batch(envelopes, options.batch_key)
+        answers: dict[int, Stored] = {}
+        simple = [(place, e) for place, e in enumerate(envelopes) if e.deduplication_key is None]
+        for start in range(0, len(simple), CHUNK):
+            chunk = simple[start : start + CHUNK]
+            stored = await store_fresh(self._wire, self._now, [e for _, e in chunk])
+            for (place, e), fresh in zip(chunk, stored, strict=True):
+                # Without a key only the same id can be in the way: this very message, whose answer was lost.
+                if fresh or not e.keyed:
+                    answers[place] = Stored(e.id, State.SCHEDULED)
+        contested = [(place, e) for place, e in enumerate(envelopes) if place not in answers]
+        if contested:
+            await self._contest(contested, options, answers)
+        return [answers[place] for place in range(len(envelopes))]
+
+    async def _contest(self, waiting: list[_Placed], options: PutOptions, answers: dict[int, Stored]) -> None:
+        for _ in range(_ROUNDS_MAX):
+            waiting = await self._round(waiting, options, answers)
+            if not waiting:
+                return
+        raise StoreUnavailableError("too many senders of the same keys at once; try again")
+
+    async def _round(
+        self, waiting: Sequence[_Placed], options: PutOptions, answers: dict[int, Stored]
+    ) -> list[_Placed]:
+        """Answer what can be answered; return the messages that lost a key to somebody quicker."""
+        holders, now = await self._holders({name for _, e in waiting for name in _names(e)})
+        free: list[tuple[int, Envelope, list[_Wanted]]] = []
+        suppressed: list[_Name] = []
+        for place, e in waiting:
+            held, wanted = _decide(e, holders, now)
+            if held is None:
+                free.append((place, e, wanted))
+                continue
+            name, holder, verdict = held
+            if verdict is Verdict.DUPLICATE:
+                suppressed.append(name)
+            answers[place] = await self._report(holder, verdict, options)
+        won = await self._take([one for _, _, wanted in free for one in wanted])
+        mine = [(place, e) for place, e, wanted in free if _has_all(won, wanted)]
+        if mine:
+            await store_fresh(self._wire, self._now, [e for _, e in mine], keyed=False)
+            answers.update((place, Stored(e.id, State.SCHEDULED)) for place, e in mine)
+        if suppressed:
+            await self._wire.rows("count_suppressed", _named(suppressed))
+        lost = [(place, e, wanted) for place, e, wanted in free if not _has_all(won, wanted)]
+        await self._drop([one for _, _, wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
+        return [(place, e) for place, e, _ in lost]
+
+    async def _report(self, holder: Holder, verdict: Verdict, options: PutOptions) -> Stored:
+        state = holder.state or State.SCHEDULED
+        duplicate = verdict is Verdict.DUPLICATE
+        redrive = duplicate and options.if_dead == "redrive" and state is State.DEAD
+        if redrive and await self._redrive(holder.message_id):
+            state = State.SCHEDULED
+        return Stored(holder.message_id, state, duplicate=duplicate, clash=verdict is Verdict.CLASH)
+
+    async def _holders(self, names: Iterable[_Name]) -> tuple[dict[_Name, Holder], int]:
+        """Lock the keys that exist, in their order, and return who holds them and what time it is."""
+        ordered = sorted(names)
+        await self._wire.rows("key_lock", _named(ordered))
+        rows = await self._wire.rows("key_holder", {**_named(ordered), "now": self._now})
+        found = {name: _holder(row[1:]) for name, row in zip(ordered, rows, strict=True) if row[1] is not None}
+        return found, rows[0][0]
+
+    async def _take(self, wanted: Sequence[_Wanted]) -> set[tuple[str, int]]:
+        """Take keys in their order; return message and kind of each that was won."""
+        ordered = sorted(wanted, key=lambda one: one.name)
+        won: set[tuple[str, int]] = set()
+        for statement, those in (
+            ("put_key", [one for one in ordered if one.holder is None]),
+            ("take_key", [one for one in ordered if one.holder is not None]),
+        ):
+            if those:
+                won.update((row[0], row[1]) for row in await self._wire.rows(statement, _taking(those)))
+        return won
+
+    async def _drop(self, taken: Sequence[_Wanted]) -> None:
+        if taken:
+            named = _named([one.name for one in taken])
+            await self._wire.rows("drop_key", {**named, "ids": ids([one.message_id for one in taken])})
+
+    async def _put_batch(self, envelopes: Sequence[Envelope], batch_key: str) -> list[Stored]:
+        """All or nothing: every message is new, or every message is the one of the first time.
+
+        The batch's own key is taken first, so that a second sender waits here until the first has committed.
+        """
+        fingerprint = keys.batch_fingerprint(list(envelopes))
+        name = (keys.BATCH_SCOPE, batch_key, keys.BATCH)
+        wanted = _Wanted(name, envelopes[0].id, fingerprint, 1, None, None)
+        new = bool(await self._take([wanted]))
+        holders, now = await self._holders([name])
+        holder = None if new else holders.get(name)
+        answers = await self.put(envelopes, PutOptions())
+        known = [answer for answer in answers if answer.duplicate or answer.clash]
+        same = holder is None or holder.fingerprint == fingerprint
+        if known and len(known) == len(answers) and same and not any(answer.clash for answer in answers):
+            await self._drop([wanted] if new else [])
+            return answers
+        if known or (holder is not None and not same and holder.state is not None):
+            raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
+        expires_at = now + round(limits.KEY_WINDOW * MICROSECONDS)
+        taken_from = holder.message_id if holder else wanted.message_id
+        await self._take([wanted._replace(expires_at=expires_at, holder=taken_from)])
+        return answers
+
+
+def _names(e: Envelope) -> list[_Name]:
+    """Return the keys of a message, the one that decides first."""
+    names = [(e.scope, e.idempotency_key, keys.IDEMPOTENCY)] if e.keyed else []
+    if e.deduplication_key is not None:
+        names.append((e.scope, e.deduplication_key, keys.DEDUPLICATION))
+    return names
+
+
+def _decide(
+    e: Envelope, holders: dict[_Name, Holder], now: int
+) -> tuple[tuple[_Name, Holder, Verdict] | None, list[_Wanted]]:
+    """Return who is in the way of a message, or the keys it is to take."""
+    wanted: list[_Wanted] = []
+    for name in _names(e):
+        holder = holders.get(name)
+        deduplicating = name[2] == keys.DEDUPLICATION
+        if holder is not None:
+            verdict = judge_deduplication(holder, e, now) if deduplicating else judge(holder, e, now)
+            if verdict is not Verdict.FREE:
+                return (name, holder, verdict), []
+        expires_at = now + e.deduplicate_for if deduplicating else None
+        taken_from = holder.message_id if holder else None
+        wanted.append(_Wanted(name, e.id, e.fingerprint, e.schema_version, expires_at, taken_from))
+    return None, wanted
+
+
+def _has_all(won: set[tuple[str, int]], wanted: Iterable[_Wanted]) -> bool:
+    return all((one.message_id, one.name[2]) in won for one in wanted)
+
+
+def _holder(row: tuple[Any, ...]) -> Holder:
+    message_id, fingerprint, version, expires_at, state, kept_until = row
+    return Holder(message_id, fingerprint, version, expires_at, None if state is None else State(state), kept_until)
+
+
+def _named(names: Sequence[_Name]) -> dict[str, Column]:
+    return {
+        "scopes": texts([name[0] for name in names]),
+        "keys": texts([name[1] for name in names]),
+        "kinds": numbers([name[2] for name in names]),
+    }
+
+
+def _taking(wanted: Sequence[_Wanted]) -> dict[str, Column]:
+    return {
+        **_named([one.name for one in wanted]),
+        "ids": ids([one.message_id for one in wanted]),
+        "fingerprints": blobs([one.fingerprint for one in wanted]),
+        "versions": numbers([one.schema_version for one in wanted]),
+        "expiries": numbers([one.expires_at for one in wanted]),
+        "holders": ids([one.holder or one.message_id for one in wanted]),
+    }

@@ -1,0 +1,59 @@
+"""A COMMIT whose reply was lost: find out what became of it, never assume.
+
+The session that was asked may still be committing, so a plain read that finds nothing proves nothing.
+Only the lock of the row it had changed does: whoever gets it knows that the other has committed or is gone.
+(The server's own answer by transaction number is not used: after a crash it may give the same number again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.store import Again, HandBack, Lease
+from onefold.stores.postgres.arrays import ids
+from onefold.stores.postgres.connection import BEGIN, Wire
+from onefold.stores.postgres.session import Session, Settlement
+
+
+async def settle_again(session: Session, settlements: Sequence[Settlement]) -> list[bool]:
+    """Settle what was not settled the first time, in one transaction; True also for what was."""
+    async with session.wire.transaction():
+        settled = await _settled(session.wire, settlements)
+        open_ = [s for s, known in zip(settlements, settled, strict=True) if known is None]
+        now_won = iter(await session.settle(open_) if open_ else [])
+        return [next(now_won) if known is None else known for known in settled]
+
+
+async def was_settled(wire: Wire, settlements: Sequence[Settlement]) -> bool:
+    """Whether the transaction that settled these was committed."""
+    async with wire.transaction():
+        return all(await _settled(wire, settlements))
+
+
+async def _settled(wire: Wire, settlements: Sequence[Settlement]) -> list[bool | None]:
+    """Say for each whether it was settled by its own fence; None while that fence still holds the message."""
+    given = {"ids": ids([lease.id for lease, _ in settlements])}
+    alive = {row[0]: row[1:] for row in await wire.rows("settle_lock", given)}
+    left_behind = set(await wire.rows("settle_found", given))
+
+    def settled(lease: Lease, outcome: object) -> bool | None:
+        fence, crashes, replay_count = alive.get(lease.id, (0, 0, 0))
+        if fence == lease.fence:
+            return None
+        if (lease.id, lease.fence) in left_behind:
+            return True
+        # What returns a message without a failure leaves nothing behind.  But nobody else can have had it since
+        # without the lease running out, which counts as a crash, or an operator's act, which counts as a replay.
+        untouched = (crashes, replay_count) == (lease.crashes, lease.replay_count)
+        return fence > lease.fence and untouched and isinstance(outcome, Again | HandBack)
+
+    return [settled(lease, outcome) for lease, outcome in settlements]
+
+
+async def was_stored(wire: Wire, message_id: str) -> bool:
+    """Whether the transaction that stored this message was committed."""
+    await wire.execute(BEGIN)
+    try:
+        return not await wire.rows("put_probe", {"id": message_id})
+    finally:
+        await wire.rollback()

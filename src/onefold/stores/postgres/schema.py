@@ -1,0 +1,64 @@
+"""Migrations of a PostgreSQL database: applied under a lock, refused when the schema is not ours to change."""
+
+from __future__ import annotations
+
+from psycopg import errors
+
+from onefold.errors import SchemaError
+from onefold.stores.postgres.connection import Wire
+from onefold.stores.sql import Migration, load_migrations, split_script
+
+MIGRATIONS = load_migrations("onefold.stores.postgres")
+
+
+async def missing_migrations(wire: Wire) -> list[Migration]:
+    """Return what is still to be applied; raises ``SchemaError`` for a schema from the future or not ours."""
+    ours, occupied = (await wire.rows("schema_state"))[0]
+    if not ours:
+        if occupied:
+            raise SchemaError(
+                "the database has a schema named 'onefold' that onefold did not make; use another database, or rename it"
+            )
+        return MIGRATIONS
+    try:
+        applied = dict(await wire.rows("schema_applied"))
+    except errors.UndefinedColumn as error:
+        raise SchemaError("the table onefold.migration was not made by onefold; use another database") from error
+    for number in applied.keys() - {migration.number for migration in MIGRATIONS}:
+        raise SchemaError(
+            f"the database has migration {number}, which this version of onefold does not know: "
+            "it was made by a newer one; upgrade onefold"
+        )
+    for migration in MIGRATIONS:
+        if applied.get(migration.number, migration.checksum) != migration.checksum:
+            raise SchemaError(f"migration {migration.name} was applied with another content; the schema is not ours")
+    return [migration for migration in MIGRATIONS if migration.number not in applied]
+
+
+async def refuse_unfinished(wire: Wire) -> None:
+    """Refuse to run on anything but the schema this version was written for."""
+    missing = await missing_migrations(wire)
+    if missing:
+        raise SchemaError(f"the database lacks migration {missing[0].name}; run `onefold migrate`")
+
+
+async def migrate(wire: Wire, now: int | None) -> list[str]:
+    """Apply what is missing, each file in a transaction of its own together with its record; return the names."""
+    done: list[str] = []
+    while True:
+        async with wire.transaction():
+            await wire.rows("schema_lock")
+            missing = await missing_migrations(wire)
+            if not missing:
+                return done
+            await _apply(wire, missing[0], now)
+        done.append(missing[0].name)
+
+
+async def _apply(wire: Wire, migration: Migration, now: int | None) -> None:
+    await wire.rows("schema_create")
+    await wire.rows("schema_table")
+    for statement in split_script(migration.text):
+        await wire.execute(statement)
+    record = {"number": migration.number, "name": migration.name, "checksum": migration.checksum, "now": now}
+    await wire.rows("schema_record", record)

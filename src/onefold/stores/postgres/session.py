@@ -1,0 +1,243 @@
+"""The verbs on one PostgreSQL connection, inside one transaction or as one statement of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, Clock
+from onefold.envelope import Envelope
+from onefold.errors import KeyReuseError
+from onefold.store import (
+    Act,
+    Again,
+    Attempt,
+    Counts,
+    Dead,
+    Done,
+    HandBack,
+    Lease,
+    Outcome,
+    Purged,
+    PutOptions,
+    Query,
+    Record,
+    Registered,
+    State,
+    Stored,
+)
+from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
+from onefold.stores.postgres.connection import Wire
+from onefold.stores.postgres.put import Putter, store_fresh
+from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
+
+Settlement = tuple[Lease, Outcome]
+
+#: Run-out leases released at once, so that nobody waits long for the statement.
+_EXPIRED_MAX = 1_000
+#: Comes before every id.
+_FIRST_ID = "00000000-0000-0000-0000-000000000000"
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+_MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
+
+
+class Session:
+    """One connection and the clock that dates what is written through it; without one, the server's."""
+
+    def __init__(self, wire: Wire, clock: Clock | None) -> None:
+        self.wire = wire
+        self._clock = clock
+
+    @property
+    def _now(self) -> int | None:
+        return None if self._clock is None else self._clock.now()
+
+    # put
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        return await Putter(self.wire, self._now, self._redrive).put(envelopes, options)
+
+    async def put_fresh(self, envelopes: Sequence[Envelope]) -> list[bool]:
+        """Store messages in one statement; False for each that somebody or something was in the way of."""
+        return await store_fresh(self.wire, self._now, envelopes)
+
+    async def put_sends(self, envelopes: Sequence[Envelope]) -> None:
+        """Put what handlers sent; a key that clashes fails the handler that sent it."""
+        for e, stored in zip(envelopes, await self.put(envelopes, PutOptions()), strict=True):
+            if stored.clash:
+                raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+
+    async def _redrive(self, message_id: str) -> bool:
+        act = Act(actor="sender", reason="sent again with if_dead='redrive'")
+        return bool(await self.move([message_id], State.SCHEDULED, act))
+
+    # claim
+
+    async def release_expired(self) -> None:
+        """Make messages claimable whose lease ran out."""
+        await self.wire.rows("claim_expired", {"now": self._now, "limit": _EXPIRED_MAX})
+
+    async def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        rows = await self.wire.rows(
+            "claim",
+            {
+                "now": self._now,
+                "queues": texts(queues),
+                "types": texts(types),
+                "limit": limit,
+                "lease": round(lease * MICROSECONDS),
+                "worker": worker,
+            },
+        )
+        return [lease_of(row, claimed_at=row[18], worker=worker) for row in rows]
+
+    async def extend(self, leases: Sequence[Lease], lease: float) -> list[bool]:
+        held = [(one, None) for one in leases]
+        parameters = {**_fenced(held), "now": self._now, "lease": round(lease * MICROSECONDS)}
+        places = {row[0] for row in await self.wire.rows("extend", parameters)}
+        return [place in places for place in range(1, len(leases) + 1)]
+
+    # settle
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
+        again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
+        back = [(lease, o) for lease, o in settlements if isinstance(o, HandBack)]
+        won: set[tuple[str, int]] = set()
+        for name, those, parameters in (
+            ("settle_end", ended, _ending),
+            ("settle_again", again, _returning),
+            ("settle_hand_back", back, _fenced),
+        ):
+            if those:
+                rows = await self.wire.rows(name, {**parameters(those), "now": self._now})  # type: ignore[operator]
+                won.update((those[row[0] - 1][0].id, those[row[0] - 1][0].fence) for row in rows)
+        answers = [(lease.id, lease.fence) in won for lease, _ in settlements]
+        sends = sends_of(s for s, held in zip(settlements, answers, strict=True) if held)
+        if sends:
+            await self.put_sends(sends)
+        return answers
+
+    # operators
+
+    async def move(self, message_ids: Iterable[str], to: State, act: Act) -> dict[str, str]:
+        """Move messages for which it is legal; return their ids and queues."""
+        given = [message_id for message_id in message_ids if _ID.fullmatch(message_id)]
+        if to not in _MOVES:
+            raise ValueError(f"no operator may move a message to {to.name}")
+        parameters: dict[str, Any] = {
+            "now": self._now,
+            "ids": ids(given),
+            "actor": act.actor,
+            "reason": act.reason,
+            "key_window": round(limits.KEY_WINDOW * MICROSECONDS),
+        }
+        moved = dict(await self.wire.rows(_MOVES[to], parameters))
+        return {message_id: moved[message_id] for message_id in given if message_id in moved}
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None
+    ) -> bool:
+        statement = "register_delete" if value is None else "register_update" if version else "register_insert"
+        parameters: dict[str, Any] = {
+            "now": self._now,
+            "kind": kind,
+            "name": name,
+            "value": value,
+            "version": version,
+            "expires_at": expires_at,
+        }
+        return bool(await self.wire.rows(statement, parameters))
+
+    async def registered(self, kind: str, name: str) -> Registered | None:
+        for value, version in await self.wire.rows("registered", {"now": self._now, "kind": kind, "name": name}):
+            return Registered(value, version)
+        return None
+
+    async def purge(self, limit: int) -> Purged:
+        given = {"now": self._now, "limit": limit}
+        bodies = await self.wire.rows("purge_bodies", given)
+        messages = await self.wire.rows("purge_messages", given)
+        await self.wire.rows("purge_keys", given)
+        register = await self.wire.rows("purge_register", given)
+        return Purged(bodies=len(bodies), messages=len(messages), register=len(register))
+
+    # people
+
+    async def find(self, query: Query) -> list[Record]:
+        parameters: dict[str, Any] = {
+            "after": query.after or _FIRST_ID,
+            "queue": query.queue,
+            "message_type": query.message_type,
+            "correlation_id": query.correlation_id,
+            "limit": min(query.limit, limits.PAGE_MAX),
+            "states": numbers([int(state) for state in query.states or State]),
+            # An id that is not a UUID cannot be in the table, so it is not an error to look for it.
+            "ids": ids([message_id for message_id in query.ids or () if _ID.fullmatch(message_id)]),
+        }
+        statement = "find_any"
+        if query.ids is not None:
+            statement = "find_ids"
+        elif query.states == (State.DEAD,):
+            statement = "find_dead"
+        return [record_of(row) for row in await self.wire.rows(statement, parameters)]
+
+    async def attempts(self, message_id: str) -> list[Attempt]:
+        if not _ID.fullmatch(message_id):
+            return []
+        return [attempt_of(row) for row in await self.wire.rows("attempts", {"id": message_id})]
+
+    async def count(self) -> dict[str, Counts]:
+        counts: dict[str, dict[str, int]] = {}
+        for queue, state, number in await self.wire.rows("count_alive"):
+            counts.setdefault(queue, {})[State(state).name.lower()] = number
+        for queue, number in await self.wire.rows("count_dead"):
+            counts.setdefault(queue, {})["dead"] = number
+        return {queue: Counts(**numbers) for queue, numbers in counts.items()}
+
+
+def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:
+    """Return what the handlers of these settlements sent."""
+    return [e for _, outcome in settlements if isinstance(outcome, Done) for e in outcome.sends]
+
+
+def is_one_statement(settlements: Sequence[Settlement]) -> bool:
+    """Whether these need no transaction around them: one kind of outcome, and nothing sent."""
+    kinds = {Dead if isinstance(outcome, Done) else type(outcome) for _, outcome in settlements}
+    return len(kinds) == 1 and not sends_of(settlements)
+
+
+def _fenced(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+    return {
+        "ids": ids([lease.id for lease, _ in settlements]),
+        "fences": numbers([lease.fence for lease, _ in settlements]),
+    }
+
+
+def _ending(settlements: Sequence[tuple[Lease, Done | Dead]]) -> dict[str, Column]:
+    outcomes = [outcome for _, outcome in settlements]
+    return {
+        **_fenced(settlements),
+        "key_windows": numbers([round(o.key_window * MICROSECONDS) for o in outcomes]),
+        "body_windows": numbers([round(o.body_retention * MICROSECONDS) for o in outcomes]),
+        "results": blobs([o.result if isinstance(o, Done) else None for o in outcomes]),
+        "failures": blobs([encode_failure(o.failure) if isinstance(o, Dead) else None for o in outcomes]),
+        "workers": texts([lease.worker if isinstance(o, Dead) else None for lease, o in settlements]),
+    }
+
+
+def _returning(settlements: Sequence[tuple[Lease, Again]]) -> dict[str, Column]:
+    failures = [outcome.failure for _, outcome in settlements]
+    return {
+        **_fenced(settlements),
+        "attempts": numbers([lease.attempt for lease, _ in settlements]),
+        "counted": numbers([lease.attempt if o.counted else lease.attempt - 1 for lease, o in settlements]),
+        "delays": numbers([round(o.delay * MICROSECONDS) for _, o in settlements]),
+        "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
+        "workers": texts([lease.worker for lease, _ in settlements]),
+    }

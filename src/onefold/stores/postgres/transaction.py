@@ -1,0 +1,97 @@
+"""One open transaction, as handlers and producers see it: the store's own, or a caller's that was joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection
+
+from onefold import limits
+from onefold.envelope import Envelope
+from onefold.store import Act, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.stores.postgres.connection import refuse_lost
+from onefold.stores.postgres.faults import translated
+from onefold.stores.postgres.session import HandBack, Session, Settlement, sends_of
+
+KEEP = PutOptions()
+
+
+class PostgresTransaction:
+    """Everything in it commits together, or nothing does.
+
+    It remembers what it stored and settled: by that a lost COMMIT is resolved, and workers are woken after it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.stored: list[str] = []
+        self.settled: list[Settlement] = []
+        self.queues: set[str] = set()
+
+    @property
+    def connection(self) -> AsyncConnection[Any]:
+        return self.session.wire.connection
+
+    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return await self.session.wire.execute(statement, parameters)
+        except psycopg.Error as error:
+            refuse_lost(error, self.connection)
+            raise
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
+        with _Seam():
+            answers = await self.session.put(envelopes, options)
+        self.stored += [e.id for e, answer in zip(envelopes, answers, strict=True) if answer.id == e.id]
+        self.queues |= queues_to_ring(envelopes)
+        return answers
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        with _Seam():
+            won = await self.session.settle(settlements)
+        held = [settlement for settlement, is_held in zip(settlements, won, strict=True) if is_held]
+        self.settled += held
+        self.queues |= settled_queues(held)
+        return won
+
+    async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        with _Seam():
+            moved = await self.session.move(ids, to, act)
+        if to is State.SCHEDULED:
+            self.queues |= set(moved.values())
+        return list(moved)
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
+    ) -> bool:
+        with _Seam():
+            return await self.session.register(kind, name, value, version=version, expires_at=expires_at)
+
+    async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
+        with _Seam():
+            return await self.session.purge(limit)
+
+
+class _Seam:
+    """No error of the driver leaves the store, except those of the caller's own SQL."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, psycopg.Error):
+            raise translated(error) from error
+
+
+def queues_to_ring(envelopes: Iterable[Envelope]) -> set[str]:
+    """Return the queues in which there may be something to claim now."""
+    return {e.queue for e in envelopes if not e.delay}
+
+
+def settled_queues(settlements: Iterable[Settlement]) -> set[str]:
+    """Return the queues in which settling these has left something to claim now."""
+    settlements = list(settlements)
+    back = {lease.envelope.queue for lease, outcome in settlements if isinstance(outcome, HandBack)}
+    return back | queues_to_ring(sends_of(settlements))

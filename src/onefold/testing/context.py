@@ -1,0 +1,49 @@
+"""Call a handler directly in a unit test, with a context that commits nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+from onefold import limits
+from onefold.app import App
+from onefold.clock import MICROSECONDS
+from onefold.errors import ConfigurationError
+from onefold.registry import Task
+from onefold.store import Lease
+from onefold.transaction import Context, current
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _RolledBackError(Exception):
+    """Ends the handler's transaction; never seen by the test."""
+
+
+@asynccontextmanager
+async def context(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[Context]:
+    """Give a handler what a worker would, as if this call of it had been sent and claimed::
+
+        async with context(charge, order_id=7, cents=5) as ctx:
+            assert await charge.function(ctx, 7, 5) == "paid"
+            assert [sent.message_type for sent in ctx.buffer.envelopes] == ["receipt"]
+
+    The app must be open.  What the handler executed can be read inside the block and is rolled back at its end;
+    what it sent stays in ``ctx.buffer`` and never leaves.  Set ``ctx.resources`` or ``ctx.attempt`` as needed.
+    """
+    app = task._sender
+    if not isinstance(app, App):
+        raise ConfigurationError(f"{task.name} belongs to no app, so there is no store to run it on")
+    envelope, _ = app._prepare(task.call(*args, **kwargs), None, 0)
+    now = app._clock.now()
+    lease = Lease(envelope, fence=1, attempt=1, crashes=0, replay_count=0, claimed_at=now, worker="test")
+    held_until = now + round(limits.LEASE * MICROSECONDS)
+    inside = Context(lease, app.store, app._prepare, None, lambda: held_until)
+    token = current.set(inside)
+    try:
+        yield inside
+    finally:
+        current.reset(token)
+        await inside.roll_back(_RolledBackError())

@@ -1,0 +1,72 @@
+"""Work until nothing is left to do, in as little real time as the handlers need."""
+
+from __future__ import annotations
+
+from onefold import limits
+from onefold.app import App
+from onefold.clock import MICROSECONDS
+from onefold.store import Query, Record, State
+from onefold.testing.clock import FakeClock
+
+#: More rounds than any sensible test needs; a message that snoozes for ever would otherwise never let it end.
+ROUNDS_MAX = 200
+#: A failure names this many of the messages that are still alive.
+_NAMED_MAX = 5
+
+
+async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> int:
+    """Handle every message and return how many were settled; the app must be open.
+
+    On an app with a ``FakeClock`` time then advances to the next due message, and so on until no message is alive:
+    retries, delays and leases of dead workers cost no real time.
+    With ``advance=False``, or on a real clock, it returns as soon as nothing is due.
+    Raises ``AssertionError``, naming messages, when some are still alive after ``rounds`` rounds.
+    """
+    clock = app._clock
+    settled = 0
+    for _ in range(rounds):
+        queues = {task.queue for task in app.tasks.values()} | (await app.count()).keys()
+        settled += await app.work(queues=sorted(queues), until_idle=True)
+        if not advance or not isinstance(clock, FakeClock):
+            return settled
+        alive = await _alive(app)
+        if not alive:
+            return settled
+        clock.advance(min(_seconds_until(record, clock.now()) for record in alive))
+    raise AssertionError(f"after {rounds} rounds of work there is {await _described(app)}")
+
+
+async def assert_idle(app: App) -> None:
+    """Raise ``AssertionError``, naming messages, unless every message has ended; the app must be open."""
+    if await _alive(app):
+        raise AssertionError(f"not idle: there is {await _described(app)}")
+
+
+async def _alive(app: App) -> list[Record]:
+    found: list[Record] = []
+    after = ""
+    while True:
+        page = await app.find(Query(states=(State.SCHEDULED, State.LEASED), after=after))
+        found += page
+        if len(page) < limits.PAGE:
+            return found
+        after = page[-1].envelope.id
+
+
+def _seconds_until(record: Record, now: int) -> float:
+    """How long until somebody may claim it; when a lease runs out is the store's secret, so wait a whole one."""
+    if record.state is State.LEASED:
+        return limits.LEASE
+    return max(0.0, (record.envelope.due_at - now) / MICROSECONDS)
+
+
+async def _described(app: App) -> str:
+    alive = await _alive(app)
+    known = app.tasks
+    lines = [
+        f"{one.envelope.message_type} {one.envelope.id}: {one.state.name.lower()}, attempt {one.attempt}"
+        + ("" if one.envelope.message_type in known else ", and this app has no such task")
+        for one in alive[:_NAMED_MAX]
+    ]
+    more = f"\n  and {len(alive) - _NAMED_MAX} more" if len(alive) > _NAMED_MAX else ""
+    return f"{len(alive)} alive:\n  " + "\n  ".join(lines) + more

@@ -1,0 +1,218 @@
+"""A store that breaks where a test says so, to prove that what stands on it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from onefold import limits
+from onefold.clock import Clock, SystemClock
+from onefold.envelope import Envelope
+from onefold.errors import StoreUnavailableError
+from onefold.store import (
+    Act,
+    Attempt,
+    Capabilities,
+    Counts,
+    Lease,
+    Outcome,
+    Purged,
+    PutOptions,
+    Query,
+    Record,
+    Registered,
+    State,
+    Store,
+    Stored,
+    Transaction,
+)
+from onefold.testing.clock import FakeClock
+
+Answer = TypeVar("Answer")
+
+_KEEP = PutOptions()
+#: Longer sleeps than this wait for somebody to advance the clock, as on any ``FakeClock``.
+_HASTE_SECONDS = 5.0
+
+
+class HastyClock(FakeClock):
+    """A clock of the test's own on which short back-offs are over at once; long waits still wait for ``advance``."""
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds >= _HASTE_SECONDS:
+            await super().sleep(seconds)
+            return
+        self.advance(seconds)
+        turn = asyncio.Event()
+        asyncio.get_running_loop().call_soon(turn.set)
+        await turn.wait()  # the others get their turn, as in any sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one call.
+
+    ``refuse``: the store cannot be reached, nothing is done.  ``lose``: it is done, but the answer never arrives.
+    ``delay``: it is done ``seconds`` later.  ``kill``, ``kill after``: the process dies before or after it is done.
+    """
+
+    kind: Literal["refuse", "lose", "delay", "kill", "kill after"]
+    #: Which call, counted from 1: of this verb, or of any.
+    at: int = 1
+    verb: str | None = None
+    seconds: float = 0.0
+
+
+class FaultyStore:
+    """A store whose calls go wrong as planned; every other call goes through.
+
+    The verbs are those of ``Store`` and, inside a transaction, ``begin``, ``commit`` and ``transaction.`` before those
+    of ``Transaction``.  ``open``, ``close``, ``migrate`` and rolling back always work and are not counted.
+    """
+
+    def __init__(self, store: Store, plan: Sequence[Fault] = (), *, clock: Clock | None = None) -> None:
+        self._store = store
+        self._plan = tuple(plan)
+        self._clock = clock or SystemClock()
+        self._counts: Counter[str] = Counter()
+        #: Every call so far, by verb, in order.
+        self.calls: list[str] = []
+        #: The faults that have happened.
+        self.fired: list[Fault] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    async def before(self, verb: str) -> Fault | None:
+        """Count one call and do what is planned before it; returns the fault that is still to come after it."""
+        self.calls.append(verb)
+        self._counts[verb] += 1
+        for fault in self._plan:
+            if fault.at != (len(self.calls) if fault.verb is None else self._counts[verb] * (fault.verb == verb)):
+                continue
+            self.fired.append(fault)
+            if fault.kind == "kill":
+                _kill_this_process()
+            if fault.kind == "refuse":
+                raise StoreUnavailableError(f"a planned fault: {verb}, call {len(self.calls)}, was refused")
+            if fault.kind == "delay":
+                await self._clock.sleep(fault.seconds)
+            else:
+                return fault
+        return None
+
+    def after(self, verb: str, fault: Fault | None) -> None:
+        """Do what is planned after a call that was made."""
+        if fault is None:
+            return
+        if fault.kind == "kill after":
+            _kill_this_process()
+        raise StoreUnavailableError(f"a planned fault: the answer to {verb} was lost")
+
+    async def call(self, verb: str, make: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Make one call, with the faults planned for it."""
+        fault = await self.before(verb)
+        answer = await make()
+        self.after(verb, fault)
+        return answer
+
+    async def open(self) -> None:
+        await self._store.open()
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def migrate(self) -> list[str]:
+        return await self._store.migrate()
+
+    @asynccontextmanager
+    async def transaction(self, connection: Any = None) -> AsyncIterator[Transaction]:
+        begin = await self.before("begin")
+        async with self._store.transaction(connection) as opened:
+            self.after("begin", begin)
+            yield FaultyTransaction(self, opened)
+            commit = await self.before("commit")
+        self.after("commit", commit)
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+        return await self.call("put", lambda: self._store.put(envelopes, options))
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        return await self.call("settle", lambda: self._store.settle(settlements))
+
+    async def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        return await self.call(
+            "claim", lambda: self._store.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+        )
+
+    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
+        return await self.call("extend", lambda: self._store.extend(leases, lease=lease))
+
+    async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
+        await self.call("wait", lambda: self._store.wait(queues, timeout=timeout))
+
+    async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        return await self.call("fetch", lambda: self._store.fetch(statement, parameters))
+
+    async def find(self, query: Query) -> list[Record]:
+        return await self.call("find", lambda: self._store.find(query))
+
+    async def attempts(self, message_id: str) -> list[Attempt]:
+        return await self.call("attempts", lambda: self._store.attempts(message_id))
+
+    async def registered(self, kind: str, name: str) -> Registered | None:
+        return await self.call("registered", lambda: self._store.registered(kind, name))
+
+    async def count(self) -> dict[str, Counts]:
+        return await self.call("count", lambda: self._store.count())
+
+
+class FaultyTransaction:
+    """The transaction of a faulty store."""
+
+    def __init__(self, store: FaultyStore, opened: Transaction) -> None:
+        self._store = store
+        self._opened = opened
+
+    @property
+    def connection(self) -> Any:
+        return self._opened.connection
+
+    async def execute(
+        self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
+        return await self._store.call("transaction.execute", lambda: self._opened.execute(statement, parameters))
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+        return await self._store.call("transaction.put", lambda: self._opened.put(envelopes, options))
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        return await self._store.call("transaction.settle", lambda: self._opened.settle(settlements))
+
+    async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        return await self._store.call("transaction.move", lambda: self._opened.move(ids, to, act))
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
+    ) -> bool:
+        return await self._store.call(
+            "transaction.register",
+            lambda: self._opened.register(kind, name, value, version=version, expires_at=expires_at),
+        )
+
+    async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
+        return await self._store.call("transaction.purge", lambda: self._opened.purge(limit=limit))
+
+
+def _kill_this_process() -> None:
+    """End at once, as by ``kill -9``: no handler, no flush, no goodbye."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,248 @@
+"""The worker: stopping, losing leases, suspects and quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from onefold import App, Context, State
+from onefold.store import Lease, Query
+from onefold.testing.clock import FakeClock
+from onefold.worker import Worker
+
+Scenario = Callable[[App, FakeClock], Awaitable[None]]
+
+
+def run(store_url: str, declare: Callable[[App], None], scenario: Scenario) -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        app = App(store_url, clock=clock)
+        declare(app)
+        await app.migrate()
+        async with app:
+            async with app.transaction() as tx:
+                await tx.execute("CREATE TABLE effect (number BIGINT)")
+            await scenario(app, clock)
+
+    asyncio.run(main())
+
+
+async def steal(app: App, clock: FakeClock, seconds: float = 31) -> list[Lease]:
+    """Claim as another worker would, once the leases of the first have run out."""
+    clock.stall(seconds)
+    return await app.store.claim(["default"], types=list(app.tasks), limit=10, lease=30, worker="thief")
+
+
+async def effects(app: App) -> list[int]:
+    return sorted(row[0] for row in await app.store.fetch("SELECT number FROM effect"))
+
+
+def test_a_graceful_stop_finishes_what_runs_and_hands_back_the_rest(store_url: str) -> None:
+    """C30: nothing waits for a lease to run out after a graceful stop."""
+    started, release = asyncio.Event(), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def slow(number: int) -> None:
+            started.set()
+            await release.wait()
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        slow = app.tasks["slow"]
+        receipts = await app.send_many(slow.call(number) for number in range(5))
+        working = asyncio.create_task(app.work(concurrency=1))
+        await started.wait()
+        app.stop_working()
+        release.set()
+        assert await working == 1
+        states = [r.state for r in await app.find(Query(ids=tuple(r.id for r in receipts)))]
+        assert states.count(State.DONE) == 1
+        assert states.count(State.SCHEDULED) == 4
+
+    run(store_url, declare, scenario)
+
+
+def test_a_stop_that_takes_too_long_hands_back_what_still_runs(store_url: str) -> None:
+    started = asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def endless() -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        receipt = await app.tasks["endless"].send()
+        working = asyncio.create_task(app.work(stop_after=0.01))
+        await started.wait()
+        app.stop_working()
+        await working
+        record = (await app.find(Query(ids=(receipt.id,))))[0]
+        assert (record.state, record.attempt, record.crashes) == (State.SCHEDULED, 0, 0)
+
+    run(store_url, declare, scenario)
+
+
+def test_losing_the_lease_cancels_the_handler_and_nothing_of_it_stays(store_url: str) -> None:
+    """C14: the renewer notices the takeover, the handler is cancelled, and the worker goes on."""
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def waits(ctx: Context, number: int) -> None:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        receipt = await app.tasks["waits"].send(1)
+        working = asyncio.create_task(app.work())
+        await started.wait()
+        # Raising the fence by hand is what another worker's claim does.
+        assert await app.cancel(receipt.id, actor="test", reason="taken over")
+        while not cancelled.is_set():
+            clock.advance(5)
+            await asyncio.wait_for(_turns(), 5)
+        app.stop_working()
+        await working
+
+    run(store_url, declare, scenario)
+
+
+async def _turns() -> None:
+    """Let the event loop and the store's threads have a moment."""
+    done = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.005, done.set)
+    await done.wait()
+
+
+def test_a_handler_whose_message_was_taken_over_cannot_commit(store_url: str) -> None:
+    """C14, decision 7: two runs may overlap, two commits cannot."""
+    taken: list[Lease] = []
+
+    def declare(app: App) -> None:
+        @app.task
+        async def effect(ctx: Context, number: int) -> None:
+            if ctx.message.id not in {lease.id for lease in taken}:
+                taken.extend(await steal(app, clock_of(app)))
+            await ctx.execute(f"INSERT INTO effect VALUES ({number})")
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.tasks["effect"].send(1)
+        await app.work(until_idle=True)
+        assert len(taken) == 1
+        assert await effects(app) == []
+        clock.advance(31)
+        await app.work(until_idle=True)
+        assert await effects(app) == [1]
+
+    run(store_url, declare, scenario)
+
+
+def clock_of(app: App) -> FakeClock:
+    clock = app._clock
+    assert isinstance(clock, FakeClock)
+    return clock
+
+
+def test_a_message_that_keeps_killing_its_worker_is_quarantined_and_its_neighbours_are_not(store_url: str) -> None:
+    """C17: crashes are counted apart from failures, and only against what had started."""
+    ran: list[int] = []
+
+    def declare(app: App) -> None:
+        @app.task
+        async def innocent(number: int) -> None:
+            ran.append(number)
+
+        @app.task
+        async def killer() -> None:
+            raise AssertionError("it would kill the worker, so it never gets here")
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        killer = await app.tasks["killer"].send()
+        await app.send_many(app.tasks["innocent"].call(number) for number in range(5))
+        for _ in range(2):
+            # A worker takes all of them and dies: everything it held is suspected.
+            assert len(await steal(app, clock)) == 6
+        for _ in range(2):
+            # From now on a worker marks what it starts; it starts the killer, and dies.
+            leases = await steal(app, clock)
+            mine = [lease for lease in leases if lease.id == killer.id]
+            assert await app.store.extend(mine, lease=30, starting=True) == [True]
+        clock.advance(31)
+        await app.work(until_idle=True)
+        assert sorted(ran) == list(range(5))
+        letters = [letter async for letter in app.dead_letters()]
+        assert [letter.id for letter in letters] == [killer.id]
+        assert (letters[0].failure.reason, letters[0].crashes) == ("quarantined", 4)
+
+    run(store_url, declare, scenario)
+
+
+def test_a_suspect_runs_alone(store_url: str) -> None:
+    running: set[int] = set()
+    alone: list[bool] = []
+
+    def declare(app: App) -> None:
+        @app.task
+        async def work(number: int) -> None:
+            running.add(number)
+            await _turns()
+            if number == 0:
+                alone.append(running == {0})
+            running.discard(number)
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.tasks["work"].send(0)
+        for _ in range(2):
+            assert len(await steal(app, clock)) == 1
+        await app.send_many(app.tasks["work"].call(number) for number in range(1, 8))
+        clock.advance(31)
+        await app.work(until_idle=True)
+        assert alone == [True]
+
+    run(store_url, declare, scenario)
+
+
+def test_claims_never_exceed_the_free_places_of_slow_handlers(store_url: str) -> None:
+    """User asks: what is claimed but cannot start waits in nobody's pocket."""
+    started, release = asyncio.Semaphore(0), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def slow(number: int) -> None:
+            started.release()
+            await release.wait()
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.send_many(app.tasks["slow"].call(number) for number in range(50))
+        working = asyncio.create_task(app.work(concurrency=4))
+        for _ in range(4):
+            await started.acquire()
+        counts = (await app.count())["default"]
+        assert (counts.leased, counts.scheduled) == (4, 46)
+        release.set()
+        app.stop_working()
+        await working
+
+    run(store_url, declare, scenario)
+
+
+def test_a_worker_is_made_of_named_tasks_only(sqlite_url: str) -> None:
+    """A leak shows up by its name; nothing of a worker is left after it stopped."""
+
+    def declare(app: App) -> None:
+        @app.task
+        async def nothing() -> None:
+            pass
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.work(until_idle=True)
+        left = [task for task in asyncio.all_tasks() if task.get_name().startswith("onefold")]
+        assert left == []
+
+    run(sqlite_url, declare, scenario)
+    assert Worker.__doc__
