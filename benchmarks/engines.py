@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import apsw
 import psycopg
@@ -88,7 +88,7 @@ class SQLite:
     def settings(self) -> str:
         return f"SQLite {apsw.sqlite_lib_version()}, WAL, synchronous=FULL"
 
-    def _execute(self, url: str, statement: str) -> list[tuple[int, ...]]:
+    def _execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         connection = connect_sqlite(url)
         try:
             return connection.execute(statement).fetchall()
@@ -131,7 +131,7 @@ class Postgres:
         version = self._execute(self._server.url(), "SHOW server_version")[0][0]
         return f"PostgreSQL {version}, psycopg {psycopg.__version__}, fsync and synchronous_commit on"
 
-    def _execute(self, url: str, statement: str) -> list[tuple[object, ...]]:
+    def _execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(url, autocommit=True) as connection:
-            cursor = connection.execute(statement)  # type: ignore[arg-type]
+            cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 try:
@@ -13,7 +14,7 @@ except ImportError:
 
 Answer = TypeVar("Answer")
 
-NAME = "asyncio" if uvloop is None else f"uvloop {uvloop.__version__}"
+NAME = "asyncio" if uvloop is None else f"uvloop {version('uvloop')}"
 
 
 def run(main: Coroutine[Any, Any, Answer]) -> Answer:

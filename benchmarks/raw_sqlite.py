@@ -59,7 +59,7 @@ class RawSQLite:
         insert = insert_effect(url)
         ready()
         while True:
-            rows = connection.execute(_LEASE, (LEASE_SECONDS, CLAIM)).fetchall()
+            rows: list[tuple[Any, ...]] = connection.execute(_LEASE, (LEASE_SECONDS, CLAIM)).fetchall()
             if not rows:
                 await asyncio.sleep(IDLE_SECONDS)
             elif self.transactional:

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +19,7 @@ _COLOURS = {"reached": "green", "tie": "yellow", "missed": "red"}
 
 def show(console: Console, everything: Sequence[Results], rows: Sequence[Workload]) -> None:
     """Print the table, then what went wrong."""
-    table = Table(title="messages per second", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="messages per second", box=None, padding=(0, 1, 0, 0))
     for heading in ("", "store"):
         table.add_column(heading, no_wrap=True)
     for heading in ("onefold", "raw", "ratio", "bar"):
@@ -30,9 +29,17 @@ def show(console: Console, everything: Sequence[Results], rows: Sequence[Workloa
         for results in everything:
             table.add_row(f"{row.code} {row.title}", results.store, *_cells(row, results))
     console.print(table)
+    for line in _failures(everything):
+        console.print(line, style="red", markup=False)
+
+
+def _failures(everything: Sequence[Results]) -> list[str]:
+    """Say each reason once, with the rows it spoiled."""
+    spoiled: dict[tuple[str, str, str], list[str]] = {}
     for results in everything:
         for (code, name), error in results.errors.items():
-            console.print(f"{code} {results.store} {name} failed: {error}", style="red", markup=False)
+            spoiled.setdefault((results.store, name, error), []).append(code)
+    return [f"{store} {name} {' '.join(codes)}: {error}" for (store, name, error), codes in spoiled.items()]
 
 
 def _cells(row: Workload, results: Results) -> list[str]:

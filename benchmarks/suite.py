@@ -12,8 +12,6 @@ from benchmarks.contenders import OURS, names
 from benchmarks.engines import Engine
 from benchmarks.workloads import Place
 
-#: Messages drained once before the rounds, to learn how many fill a measure.
-_PILOT = 500
 _STEP = 100
 
 
@@ -89,18 +87,18 @@ class Suite:
             self._results.rates.setdefault(which, []).append(rate)
 
     async def _measure(self, workload: Workload, name: str) -> float:
-        if not workload.drains:
+        if not workload.pilot:
             return await workload.measure(self._place(name, self._scale.send_seconds))
         which = (workload.code, name)
         if which not in self._messages:
-            pilot = await workload.measure(self._place(name, messages=_PILOT))
-            self._messages[which] = self._fitting(pilot)
+            pilot = await workload.measure(self._place(name, messages=workload.pilot))
+            self._messages[which] = self._fitting(pilot, workload)
         rate = await workload.measure(self._place(name, messages=self._messages[which]))
-        self._messages[which] = self._fitting(rate)
+        self._messages[which] = self._fitting(rate, workload)
         return rate
 
-    def _fitting(self, rate: float) -> int:
-        return max(_PILOT, round(rate * self._scale.drain_seconds / _STEP) * _STEP)
+    def _fitting(self, rate: float, workload: Workload) -> int:
+        return max(workload.pilot, round(rate * self._scale.drain_seconds / _STEP) * _STEP)
 
     def _place(self, name: str, seconds: float = 0.0, messages: int = 0) -> Place:
         return Place(self._engine, self._directory, name, seconds, messages)

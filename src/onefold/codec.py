@@ -27,17 +27,40 @@ _PLAIN = (int, str, bool, type(None))
 
 def _encode_foreign(value: Any) -> Any:
     """Teach msgspec the models it does not know: anything with pydantic's ``model_dump``."""
-    dump = getattr(value, "model_dump", None)
-    if dump is None:
-        raise NotImplementedError(f"{type(value).__qualname__} has no JSON form")
-    return dump(mode="json")
+    try:
+        dump = getattr(value, "model_dump", None)
+        if dump is not None:
+            return dump(mode="json")
+    except Exception as error:
+        raise TypeError(f"{type(value).__qualname__} cannot be dumped: {type(error).__name__}") from error
+    raise NotImplementedError(f"{type(value).__qualname__} has no JSON form")
 
 
 def _decode_foreign(kind: type, value: Any) -> Any:
     validate = getattr(kind, "model_validate", None)
     if validate is None:
         raise NotImplementedError(f"{kind!r} has no JSON form")
-    return validate(value)
+    try:
+        return validate(value)
+    except Exception as error:
+        raise ValueError(_without_values(kind, error)) from None
+
+
+def _without_values(kind: type, error: Exception) -> str:
+    """Say what pydantic did not like without repeating the value, which may be a secret."""
+    try:
+        problems: Any = error.errors(include_input=False, include_url=False)  # type: ignore[attr-defined]
+        told = "; ".join(f"{'.'.join(map(str, one['loc'])) or kind.__name__}: {one['msg']}" for one in problems)
+    except Exception:
+        told = type(error).__name__
+    return f"not a {kind.__name__}: {told}"
+
+
+def _refuse_foreign(kind: type) -> dict[str, Any]:
+    """Answer for models that can be read; everything else without a JSON form is refused when it is declared."""
+    if not hasattr(kind, "model_validate"):
+        raise TypeError(f"{getattr(kind, '__qualname__', kind)} has no JSON form")
+    return {"type": "object"}
 
 
 _encode = msgspec.json.Encoder(order="deterministic", enc_hook=_encode_foreign).encode
@@ -56,7 +79,10 @@ class Signature:
 
     def __init__(self, function: Callable[..., Any], *, skip: int, fingerprint: Sequence[str] | None = None) -> None:
         name = function.__qualname__
-        hints = get_type_hints(function, include_extras=True)
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except NameError as error:
+            raise ConfigurationError(f"{name}: a type hint cannot be found: {error}") from error
         self._python = inspect.signature(function)
         parameters = list(self._python.parameters.values())[skip:]
         self._python = self._python.replace(parameters=parameters)
@@ -70,16 +96,17 @@ class Signature:
             fields.append((p.name, hint) if p.default is p.empty else (p.name, hint, _default(p.default)))
         self.names: tuple[str, ...] = tuple(p.name for p in parameters)
         self._plain = all(hints.get(n) in _PLAIN for n in self.names)
-        self._arguments = _struct(name, fields)
         try:
+            self._arguments = _struct(name, fields)
+            for hint in (hints.get(n, Any) for n in (*self.names, "return")):
+                msgspec.json.schema(hint, schema_hook=_refuse_foreign)
             self._decode = msgspec.json.Decoder(self._arguments, dec_hook=_decode_foreign).decode
             self._encode_result, self._decode_result = _encode, _reader(hints.get("return", Any))
         except (TypeError, NotImplementedError) as error:
-            raise ConfigurationError(f"{name}: a type hint has no JSON form: {error}") from error
+            raise ConfigurationError(f"{name}: a type hint or default cannot be part of a message: {error}") from error
         self.hints: Mapping[str, Any] = {n: hints.get(n, Any) for n in self.names}
         self._print_fields = self._check_fingerprint(name, fingerprint)
-        self._has_defaults = any(len(f) == 3 for f in fields)
-        self._without_defaults = _struct(name, fields, omit_defaults=True)
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def _check_fingerprint(self, name: str, fingerprint: Sequence[str] | None) -> tuple[str, ...] | None:
         for field in fingerprint or ():
@@ -100,12 +127,10 @@ class Signature:
         try:
             values = self._arguments(**arguments)
             data = _encode(values)
-            self._decode(data)
-        except msgspec.ValidationError as error:
-            raise _wrong_argument(error) from error
-        except (TypeError, ValueError, NotImplementedError, RecursionError) as error:
+        except Exception as error:
             raise DecodeError("payload_inline", f"cannot be written as JSON: {error}") from error
         refuse_what_json_hides(data, arguments)
+        self._read(data)
         if not self._plain:
             check_json("payload_inline", data)
         return data, self._fingerprint(data, arguments)
@@ -114,25 +139,31 @@ class Signature:
         """Leave out defaulted arguments, so that adding one later does not make an old send look different."""
         if self._print_fields is not None:
             data = _encode({name: arguments[name] for name in self._print_fields})
-        elif self._has_defaults:
-            data = _encode(self._without_defaults(**arguments))
+        elif self._defaults:
+            data = _encode(self._arguments(**{n: self._unless_default(n, v) for n, v in arguments.items()}))
         return fingerprint_of(data)
+
+    def _unless_default(self, name: str, value: Any) -> Any:
+        default = self._defaults.get(name, msgspec.UNSET)
+        return msgspec.UNSET if type(value) is type(default) and value == default else value
 
     def decode(self, data: bytes) -> dict[str, Any]:
         """Return the arguments; raises ``DecodeError`` naming the field when they do not fit the signature."""
+        values = self._read(data)
+        return {name: getattr(values, name) for name in self.names}
+
+    def _read(self, data: bytes) -> Any:
         try:
-            values = self._decode(data)
+            return self._decode(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise _wrong_argument(error) from error
-        return {name: getattr(values, name) for name in self.names}
 
     def encode_result(self, value: Any) -> bytes:
         """Return a handler's result as bytes; one that cannot be kept fails the attempt."""
         try:
             data = self._encode_result(value)
         except Exception as error:
-            # A hostile __repr__ or __iter__ may raise anything; it must not take the worker along.
-            raise DecodeError("result", f"cannot be written as JSON: {type(error).__name__}") from error
+            raise DecodeError("result", f"cannot be written as JSON: {error}") from error
         refuse_what_json_hides(data, value, field="result")
         if len(data) > limits.RESULT_BYTES_MAX:
             raise LimitError("result", f"has {len(data)} bytes; at most {limits.RESULT_BYTES_MAX} are kept")
@@ -142,8 +173,8 @@ class Signature:
         """Return what the handler returned."""
         try:
             return self._decode_result(data)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise DecodeError("result", str(error)) from error
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise DecodeError("result", _VALUE.sub(r"\1", str(error))) from error
 
 
 def _default(value: Any) -> Any:
@@ -153,19 +184,22 @@ def _default(value: Any) -> Any:
     return value
 
 
-def _struct(name: str, fields: list[Any], *, omit_defaults: bool = False) -> Any:
-    return msgspec.defstruct(
-        f"arguments of {name}", fields, kw_only=True, forbid_unknown_fields=True, omit_defaults=omit_defaults
-    )
+def _struct(name: str, fields: list[Any]) -> Any:
+    return msgspec.defstruct(f"arguments of {name}", fields, kw_only=True, forbid_unknown_fields=True)
 
 
 def _reader(hint: Any) -> Callable[[bytes], Any]:
     return msgspec.json.Decoder(hint, dec_hook=_decode_foreign).decode
 
 
+#: msgspec repeats a value that is none of an enum's; the value may be a secret.
+_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?(?= - at `|$)", re.DOTALL)
+
+
 def _wrong_argument(error: Exception) -> DecodeError:
-    found = re.search(r"`\$\.?([^`]*)`", str(error)) or re.search(r"field `([^`]*)`", str(error))
-    return DecodeError((found.group(1) if found else "") or "payload_inline", str(error))
+    text = _VALUE.sub(r"\1", str(error))
+    found = re.search(r"`\$\.?([^`]*)`", text) or re.search(r"field `([^`]*)`", text)
+    return DecodeError((found.group(1) if found else "") or "payload_inline", text)
 
 
 def refuse_what_json_hides(data: bytes, value: Any, *, field: str = "payload_inline") -> None:
@@ -173,12 +207,11 @@ def refuse_what_json_hides(data: bytes, value: Any, *, field: str = "payload_inl
 
     The scan of the bytes is cheap and finds almost nothing; only then is the value itself walked.
     """
+    deep = data.count(b"[") + data.count(b"{") > limits.JSON_DEPTH_MAX
+    if deep or b"\\u0000" in data or (len(data) > limits.JSON_DIGITS_MAX and _LONG_NUMBER.search(data)):
+        check_json(field, data)
     if b"null" in data:
         _refuse_non_finite(field, value, 0)
-    if b"\\u0000" in data:
-        check_json(field, data)
-    if data.count(b"[") + data.count(b"{") > limits.JSON_DEPTH_MAX:
-        check_json(field, data)
 
 
 def _refuse_non_finite(field: str, value: Any, depth: int) -> None:
@@ -256,7 +289,9 @@ def check_json(field: str, data: bytes) -> None:
     text(whole)
 
 
-_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+#: A text may lack its end: were that no match, every quote in it would be tried as a beginning, for hours.
+_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (limits.JSON_DIGITS_MAX + 1))
 
 
 def _check_depth(field: str, data: bytes) -> None:

@@ -54,6 +54,10 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int = 0
     expires_at: int = 0
 
+    def __repr__(self) -> str:
+        # Without the payload: what is printed or logged is no place for it.
+        return f"<message {self.id} {self.message_type} key={self.idempotency_key!r}>"
+
     @property
     def keyed(self) -> bool:
         """Whether a second send with the same key is a duplicate of this one."""
@@ -98,10 +102,13 @@ def check(envelope: Envelope) -> Envelope:
     e = envelope
     if not _TYPE.fullmatch(e.message_type):
         raise EnvelopeError("message_type", f"{e.message_type!r} is not a dotted lower-case name")
-    if e.schema_version < 1:
-        raise EnvelopeError("schema_version", f"is {e.schema_version}; versions count from 1")
+    if not _TYPE.fullmatch(e.queue):
+        raise EnvelopeError("queue", f"{e.queue!r} is not a queue's name")
+    if not 1 <= e.schema_version <= limits.SCHEMA_VERSION_MAX:
+        raise EnvelopeError("schema_version", f"is {e.schema_version}; 1 to {limits.SCHEMA_VERSION_MAX} are allowed")
     if (e.payload_inline is None) == (e.payload_ref is None):
         raise EnvelopeError("payload_inline", "exactly one of payload_inline and payload_ref must be given")
+    limits.check_bytes("id", e.id, limits.ID_BYTES_MAX)
     limits.check_bytes("idempotency_key", e.idempotency_key, limits.KEY_BYTES_MAX)
     limits.check_bytes("subject", e.subject, limits.SUBJECT_BYTES_MAX)
     limits.check_bytes("correlation_id", e.correlation_id, limits.ID_BYTES_MAX)
@@ -112,7 +119,12 @@ def check(envelope: Envelope) -> Envelope:
             f"has {len(e.payload_inline)} bytes; at most {limits.PAYLOAD_BYTES_MAX} fit into a message; "
             "store the data elsewhere and send a reference to it",
         )
+    for field in ("delay", "due_at", "retention"):
+        if not 0 <= getattr(e, field) <= limits.INSTANT_MAX:
+            raise LimitError(field, "lies outside the years 1970 to 9999")
     _check_seldom(e)
+    if e.payload_inline is not None and len(e.payload_inline) > _SURELY_FITS:
+        _check_whole(e)
     return e
 
 
@@ -125,14 +137,24 @@ def _check_seldom(e: Envelope) -> None:
     ):
         if text is not None:
             limits.check_bytes(field, text, most)
-    if e.sequence is not None and e.sequence < 0:
-        raise EnvelopeError("sequence", f"is {e.sequence}; sequence numbers are not negative")
+    if e.sequence is not None and not 0 <= e.sequence <= limits.INTEGER_MAX:
+        raise EnvelopeError("sequence", f"is {e.sequence}; 0 to {limits.INTEGER_MAX} are allowed")
     if e.tags:
         if len(e.tags) > limits.TAGS_MAX:
             raise LimitError("tags", f"has {len(e.tags)} entries; at most {limits.TAGS_MAX} are allowed")
         for name, value in e.tags.items():
             limits.check_bytes("tags", name, limits.TAG_BYTES_MAX)
             limits.check_bytes(f"tags.{name}", value, limits.TAG_BYTES_MAX)
+
+
+#: Everything but the payload is shorter than this, even when each of its characters must be escaped.
+_SURELY_FITS = limits.ENVELOPE_BYTES_MAX - 24_000
+
+
+def _check_whole(e: Envelope) -> None:
+    size = len(to_json(e))
+    if size > limits.ENVELOPE_BYTES_MAX:
+        raise LimitError("envelope", f"has {size} bytes; at most {limits.ENVELOPE_BYTES_MAX} are allowed")
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +170,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     subject: str
     created_at: datetime
     queue: str = "default"
-    payload_inline: msgspec.Raw | None = None
+    payload_inline: msgspec.Raw = msgspec.Raw(b"null")
     payload_ref: str | None = None
     deduplication_key: str | None = None
     ordering_key: str | None = None
@@ -165,7 +187,7 @@ _SHARED = tuple(f for f in _Wire.__struct_fields__ if f not in ("envelope_versio
 def to_json(envelope: Envelope) -> bytes:
     """Write the envelope as one JSON object; every field of the contract is present."""
     fields: dict[str, Any] = {name: getattr(envelope, name) for name in _SHARED}
-    inline = None if envelope.payload_inline is None else msgspec.Raw(envelope.payload_inline)
+    inline = msgspec.Raw(b"null" if envelope.payload_inline is None else envelope.payload_inline)
     return _encode_wire(_Wire(**fields, created_at=to_datetime(envelope.created_at), payload_inline=inline))
 
 
@@ -179,13 +201,18 @@ def from_json(data: bytes) -> Envelope:
     check_json("envelope", data)
     try:
         wire = _decode_wire(data)
-        created_at = to_instant(wire.created_at)
-    except (msgspec.ValidationError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise DecodeError(_field_of(str(error)), str(error)) from error
+    try:
+        created_at = to_instant(wire.created_at)
+    except ValueError as error:
+        raise DecodeError("created_at", "has no time zone; write it as RFC 3339 with Z or an offset") from error
+    if not 0 <= created_at <= limits.INSTANT_MAX:
+        raise LimitError("created_at", "lies outside the years 1970 to 9999")
     if wire.envelope_version != ENVELOPE_VERSION:
         raise EnvelopeError("envelope_version", f"is {wire.envelope_version}; this version reads {ENVELOPE_VERSION}")
     fields: Mapping[str, Any] = {name: getattr(wire, name) for name in _SHARED}
-    inline = None if wire.payload_inline is None else bytes(wire.payload_inline)
+    inline = None if bytes(wire.payload_inline) == b"null" else bytes(wire.payload_inline)
     return check(
         Envelope(
             **fields,

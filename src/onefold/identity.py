@@ -40,7 +40,10 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
 
     Two different sets of arguments never give the same key: the characters between fields are escaped inside them.
     """
-    parts = list(string.Formatter().parse(template))
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigurationError(f"{name}: {what} {template!r} is not a template: {error}") from error
     fields = [(literal, field) for literal, field, _, _ in parts if field is not None]
     if not fields and what == "key":
         raise ConfigurationError(
@@ -56,7 +59,7 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
     if any(spec or conversion for _, _, spec, conversion in parts):
         raise ConfigurationError(f"{name}: {what} {template!r} must not use format codes")
     between = {character for literal, _ in fields[1:] for character in literal} if len(fields) > 1 else set()
-    escapes = {ord(c): f"%{ord(c):02x}" for c in between | {"%"}} if between else {}
+    escapes = {ord(c): "".join(f"%{byte:02x}" for byte in c.encode()) for c in between | {"%"}} if between else {}
     formatter = string.Formatter()
 
     def key(arguments: Mapping[str, Any]) -> str:
@@ -64,7 +67,10 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
         for literal, field, _, _ in parts:
             written.append(literal)
             if field is not None:
-                value, _ = formatter.get_field(field, (), arguments)
+                try:
+                    value, _ = formatter.get_field(field, (), arguments)
+                except (AttributeError, LookupError, TypeError) as error:
+                    raise EnvelopeError(_field(what), f"{field} is not to be found in the arguments") from error
                 written.append(_text(what, field, value).translate(escapes))
         return "".join(written)
 
@@ -79,17 +85,21 @@ def _text(what: str, field: str, value: Any) -> str:
         return value.isoformat()
     if not isinstance(value, _SIMPLE) or value == "":
         raise EnvelopeError(
-            "idempotency_key" if what == "key" else what,
+            _field(what),
             f"{field} is an empty text or a {type(value).__name__}; use text, whole numbers, UUIDs, dates or enums",
         )
     return str(value)
+
+
+def _field(what: str) -> str:
+    return "idempotency_key" if what == "key" else what
 
 
 def from_function(name: str, function: Callable[..., str], hints: Mapping[str, Any]) -> KeyFunction:
     """Wrap a function of the arguments, after trying it twice on the same sample: it must answer the same."""
     try:
         sample = {field: _sample(hint) for field, hint in hints.items()}
-    except TypeError:
+    except Exception:
         sample = None  # a type we cannot make an example of: the first real send tries it twice instead
     proved = False
     if sample is not None:

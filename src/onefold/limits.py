@@ -54,7 +54,15 @@ RENEWALS_PER_LEASE = 3
 #: A handler's transaction holds locks, on SQLite the only write lock; longer work belongs before its first write.
 TRANSACTION_SECONDS_MAX = 2.0
 
+#: Numbers that every engine can keep.
+INTEGER_MAX = 2**63 - 1
+SCHEMA_VERSION_MAX = 1_000_000
+#: The last instant of the year 9999, in microseconds; later ones cannot be written as dates.
+INSTANT_MAX = 253_402_300_799_999_999
+
 DAY = 86_400.0
+#: An upstream that asks for a longer pause is asked again after this long.
+RETRY_AFTER_MAX = DAY
 MESSAGE_RETENTION = 7 * DAY
 DEAD_RETENTION = 14 * DAY
 #: An idempotency key outlives the message, its time as a dead letter and two days for a person to act.
@@ -94,7 +102,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 def check_name(kind: str, name: str) -> str:
     """Refuse a queue, task or worker name that some engine could misread; return it otherwise."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"{kind} name {name!r} is not allowed: use 1 to 63 characters of a-z, 0-9, '.', '_', '-', "
             "beginning with a letter or digit"
@@ -104,6 +112,8 @@ def check_name(kind: str, name: str) -> str:
 
 def check_bytes(field: str, text: str, most: int) -> str:
     """Refuse text that is empty, too long, or holds characters that travel badly; return it otherwise."""
+    if not isinstance(text, str):
+        raise LimitError(field, f"is a {type(text).__name__}, not text")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:

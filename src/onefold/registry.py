@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
@@ -16,7 +16,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.codec import Signature
 from onefold.envelope import UNKEYED, Envelope, check
-from onefold.errors import ConfigurationError, seconds
+from onefold.errors import ConfigurationError, EnvelopeError, seconds
 from onefold.identity import KeyFunction, KeySource, derived_key, from_source
 from onefold.receipt import Receipt
 from onefold.retry import RetryPolicy
@@ -63,7 +63,7 @@ class Call(Generic[R]):
     """One call of a task, checked and encoded, not yet sent."""
 
     task: Task[Any, R]
-    payload: bytes
+    payload: bytes = field(repr=False)
     fingerprint: bytes
     key: str | None
     subject: str | None
@@ -85,7 +85,7 @@ class Call(Generic[R]):
                 idempotency_key=key,
                 correlation_id=options.get("correlation_id") or (parent.correlation_id if parent else id_),
                 causation_id=options.get("causation_id") or (parent.id if parent else id_),
-                subject=self.subject or (self.task.name if self.key is None else key[: limits.SUBJECT_BYTES_MAX]),
+                subject=self.subject or (self.task.name if self.key is None else _shortened(key)),
                 payload_inline=self.payload,
                 fingerprint=self.fingerprint,
                 deduplication_key=options.get("deduplicate"),
@@ -99,6 +99,10 @@ class Call(Generic[R]):
                 retention=0 if expires is None else _micros(expires),
             )
         )
+
+
+def _shortened(key: str) -> str:
+    return key.encode()[: limits.SUBJECT_BYTES_MAX].decode(errors="ignore")
 
 
 def _micros(duration: timedelta | float) -> int:
@@ -147,7 +151,7 @@ class Task(Generic[P, R]):
         self.signature = Signature(function, skip=int(self.takes_context), fingerprint=settings.fingerprint)
         self._key = self._source("key", settings.key)
         self._subject = self._source("subject", settings.subject)
-        limits.check_range("version", settings.version, 1, 1_000_000)
+        limits.check_range("version", settings.version, 1, limits.SCHEMA_VERSION_MAX)
         self.version = settings.version
         self.retry = settings.retry
         self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
@@ -192,6 +196,8 @@ class Task(Generic[P, R]):
         arguments = self.signature.bind(args, kwargs)
         payload, fingerprint = self.signature.encode(arguments)
         key = options.get("key") or (self._key(arguments) if self._key is not None else None)
+        if key is not None and key.startswith(UNKEYED):
+            raise EnvelopeError("idempotency_key", f"begins with {UNKEYED!r}, which marks messages without a key")
         subject = options.get("subject") or (self._subject(arguments) if self._subject is not None else None)
         return Call(self, payload, fingerprint, key, subject, options)
 
@@ -226,8 +232,12 @@ def check_options(options: SendOptions) -> SendOptions:
         raise ConfigurationError(f"unknown option {min(unknown)!r}; known: {', '.join(SendOptions.__annotations__)}")
     if "delay" in options and "at" in options:
         raise ConfigurationError("delay and at exclude each other")
-    if "delay" in options:
-        seconds(options["delay"])
+    for name in ("delay", "expires"):
+        if (duration := options.get(name)) is not None:
+            seconds(duration)  # type: ignore[arg-type]
+    for name in ("key", "subject", "correlation_id", "causation_id", "deduplicate"):
+        if name in options:
+            limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)  # type: ignore[literal-required]
     if "at" in options:
         try:
             to_instant(options["at"])

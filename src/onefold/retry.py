@@ -56,6 +56,11 @@ class RetryPolicy:
         object.__setattr__(self, "_cap", seconds(self.cap))
         if self._base < DELAY_SECONDS_MIN:
             raise ConfigurationError(f"base is {self._base:g} s; it must be at least {DELAY_SECONDS_MIN} s")
+        if self._cap < DELAY_SECONDS_MIN:
+            raise ConfigurationError(f"cap is {self._cap:g} s; it must be at least {DELAY_SECONDS_MIN} s")
+        for kind in self.permanent:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                raise ConfigurationError(f"permanent names {kind!r}, which is not an exception class")
 
     @classmethod
     def fast(cls) -> RetryPolicy:
@@ -93,36 +98,48 @@ def _text(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status an exception carries, as httpx, requests, aiohttp and urllib do it."""
-    for holder in (getattr(error, "response", None), error):
+    for holder in (_peek(error, "response"), error):
         for name in ("status_code", "status", "code"):
-            status = getattr(holder, name, None)
+            status = _peek(holder, name)
             if type(status) is int and 100 <= status <= 599:
                 return status
     return None
 
 
+def _peek(holder: object, name: str) -> Any:
+    """Read an attribute of a foreign exception; one that raises when it is looked at has none."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
 def retry_after(error: BaseException, now: int) -> float | None:
     """Return the seconds an upstream asked to wait, from its ``Retry-After`` header."""
-    for holder in (getattr(error, "response", None), error):
-        headers: Any = getattr(holder, "headers", None)
+    for holder in (_peek(error, "response"), error):
+        headers = _peek(holder, "headers")
         try:
             text = headers.get("Retry-After") or headers.get("retry-after")
         except Exception:
             continue
-        if isinstance(text, str) and text.strip().isdigit():
-            return float(text)
-        if isinstance(text, str):
-            try:
-                return max(0.0, (to_instant(parsedate_to_datetime(text)) - now) / MICROSECONDS)
-            except (TypeError, ValueError):
-                continue
+        if not isinstance(text, str):
+            continue
+        try:
+            asked = float(int(text)) if text.strip().isdecimal() else _until(text, now)
+        except Exception:
+            continue  # an upstream may write anything here
+        return min(max(0.0, asked), limits.RETRY_AFTER_MAX)
     return None
+
+
+def _until(text: str, now: int) -> float:
+    return (to_instant(parsedate_to_datetime(text)) - now) / MICROSECONDS
 
 
 def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int, chance: random.Random) -> Again | Dead:
     """Return what becomes of a message whose handler raised."""
     if isinstance(error, Snooze):
-        return Again(error.after_seconds, None, counted=False)
+        return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
     if isinstance(error, Reject):
         return Dead(failure_of(error, "rejected"))
     if isinstance(error, EnvelopeError):

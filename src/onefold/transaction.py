@@ -195,8 +195,10 @@ class Context:
             if self._over:
                 raise HandlerError("the handler has returned; nothing it does now can be part of its commit")
             if self._transaction is None:
-                self._opened = self._store.transaction()
-                self._transaction = await self._opened.__aenter__()
+                # Kept only once it is entered: what could not begin cannot be left either.
+                opened = self._store.transaction()
+                self._transaction = await opened.__aenter__()
+                self._opened = opened
                 loop = asyncio.get_running_loop()
                 self._limit = loop.call_later(limits.TRANSACTION_SECONDS_MAX, self._end_overdue)
             return self._transaction

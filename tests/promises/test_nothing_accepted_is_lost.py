@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from onefold import App, Context
+from onefold import App, Context, limits
 from onefold.store import Query, State
 
 if TYPE_CHECKING:
@@ -121,8 +121,11 @@ def test_a_message_that_kills_its_workers_is_kept_as_a_dead_letter(world: World)
     async def scenario() -> None:
         async with world.running(app):
             receipt = await poison.send(7)
-            for _ in range(3):
-                assert len(await app.store.claim(["default"], types=["poison"], limit=1, lease=30, worker="dies")) == 1
+            for crashes in range(limits.QUARANTINE_AFTER):
+                (lease,) = await app.store.claim(["default"], types=["poison"], limit=1, lease=30, worker="dies")
+                assert lease.crashes == crashes
+                if crashes >= limits.SUSPECT_AFTER:
+                    assert await app.store.extend([lease], lease=30, starting=True) == [True]
                 world.clock.advance(31)
             await app.work(until_idle=True)
             record = await world.record(app, receipt)
@@ -130,6 +133,25 @@ def test_a_message_that_kills_its_workers_is_kept_as_a_dead_letter(world: World)
             assert record.failure is not None
             assert record.failure.reason == "quarantined"
             assert record.envelope.payload_inline == b'{"number":7}'
+
+    asyncio.run(scenario())
+
+
+def test_a_suspect_that_had_not_begun_is_not_blamed_for_the_death_of_its_worker(world: World) -> None:
+    app = world.app()
+
+    @app.task
+    async def ship(number: int) -> None: ...
+
+    async def scenario() -> None:
+        async with world.running(app):
+            receipt = await ship.send(7)
+            for _ in range(limits.QUARANTINE_AFTER + 3):
+                await app.store.claim(["default"], types=["ship"], limit=1, lease=30, worker="dies")
+                world.clock.advance(31)
+            await app.work(until_idle=True)
+            record = await world.record(app, receipt)
+            assert (record.state, record.crashes) == (State.DONE, limits.SUSPECT_AFTER)
 
     asyncio.run(scenario())
 

@@ -154,8 +154,8 @@ class FaultyStore:
             "claim", lambda: self._store.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
         )
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
-        return await self.call("extend", lambda: self._store.extend(leases, lease=lease))
+    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+        return await self.call("extend", lambda: self._store.extend(leases, lease=lease, starting=starting))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         await self.call("wait", lambda: self._store.wait(queues, timeout=timeout))

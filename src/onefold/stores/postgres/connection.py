@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, LiteralString, cast
+from typing import Any, Literal
 
 import psycopg
 from psycopg import AsyncConnection
@@ -48,12 +48,14 @@ _EVERYWHERE = {"idle_in_transaction_session_timeout": "30s"}
 #: and a prepared statement keeps its plan.
 _CONTROL = {**_EVERYWHERE, "enable_seqscan": "off", "default_transaction_isolation": "read committed"}
 
-Role = Literal["control", "put", "spare", "handlers", "listen", "migrate"]
+Role = Literal["control", "put", "settle", "spare", "handlers", "listen", "migrate"]
 
 SETTINGS: Mapping[Role, Mapping[str, str]] = {
     "control": _CONTROL,
     # One sender who waits for a foreign transaction must not hold up those who share its statement.
     "put": {**_CONTROL, "lock_timeout": "200ms"},
+    # What handlers sent is put while settling; a handler's whole transaction may be waited for, no more.
+    "settle": {**_CONTROL, "lock_timeout": "3s"},
     # Extending a lease and waking others may be forgotten in a power failure: fences do not depend on them.
     "spare": {**_CONTROL, "synchronous_commit": "off"},
     "handlers": _EVERYWHERE,
@@ -63,35 +65,38 @@ SETTINGS: Mapping[Role, Mapping[str, str]] = {
 
 
 class Wire:
-    """One connection, and the one place through which every statement goes."""
+    """One connection, and the one place through which every statement goes.
+
+    An ``exclusive`` one is used by one caller at a time, prepares our statements and keeps its cursor.
+    A ``joined`` one is the caller's: nothing is changed on it.
+    """
 
     def __init__(
-        self, connection: AsyncConnection[Any], *, trace: Trace | None, prepare: bool | None, joined: bool = False
+        self, connection: AsyncConnection[Any], *, trace: Trace | None, exclusive: bool = False, joined: bool = False
     ) -> None:
         self.connection = connection
         self._trace = trace
-        self._prepare = prepare
         self._joined = joined
+        self._kept = connection.cursor(row_factory=tuple_row) if exclusive else None
 
     async def rows(self, name: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
         """Run one of our own statements."""
-        cursor = self.connection.cursor(row_factory=tuple_row)
+        cursor = self._kept or self.connection.cursor(row_factory=tuple_row)
         if self._joined:
             teach(cursor)
-        statement = SQL[name]
-        await self._run(cursor, statement, parameters, prepare=self._prepare, binary=True)
-        return await cursor.fetchall() if cursor.description else []
+        await self._run(cursor, SQL[name], parameters, prepare=self._kept is not None, binary=True)
+        return await _rows_of(cursor)
 
     async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Run a statement that is not ours, or one of ours without parameters, the way the driver would."""
         cursor = self.connection.cursor(row_factory=tuple_row)
         await self._run(cursor, statement, parameters or None)
-        return await cursor.fetchall() if cursor.description else []
+        return await _rows_of(cursor)
 
     async def _run(self, cursor: psycopg.AsyncCursor[Row], statement: str, parameters: Any, **how: Any) -> None:
         if self._trace is not None:
             self._trace("before", statement)
-        await cursor.execute(cast(LiteralString, statement), parameters, **how)
+        await cursor.execute(statement, parameters, **how)
         if self._trace is not None:
             self._trace("after", statement)
 
@@ -105,7 +110,7 @@ class Wire:
     async def rollback(self) -> None:
         """Leave no transaction open, if need be by closing the connection; never raises for a lost one."""
         try:
-            if self.connection.info.transaction_status is not TransactionStatus.IDLE:
+            if self.connection.pgconn.transaction_status != TransactionStatus.IDLE:
                 await self.execute(ROLLBACK)
         except psycopg.Error:
             await self.connection.close()
@@ -120,6 +125,12 @@ class Wire:
             await self.rollback()
             raise
         await self.commit()
+
+
+async def _rows_of(cursor: psycopg.AsyncCursor[Row]) -> list[Row]:
+    # Asking the cursor for its description would make an object for every column.
+    result = cursor.pgresult
+    return await cursor.fetchall() if result is not None and result.nfields else []
 
 
 class Connector:
@@ -165,8 +176,8 @@ class Connector:
 
         Handlers' connections keep the server's planner settings, so there a plan is made for the tables as they are.
         """
-        prepare = self.pooler == "session" and role in ("control", "put", "spare")
-        return Wire(connection, trace=self.trace, prepare=prepare, joined=joined)
+        exclusive = self.pooler == "session" and role in ("control", "put", "settle", "spare")
+        return Wire(connection, trace=self.trace, exclusive=exclusive, joined=joined)
 
 
 def refuse_foreign(connection: Any) -> AsyncConnection[Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -60,40 +60,39 @@ class _LostError(Exception):
 
 async def persistently(attempt: Callable[[bool], Awaitable[Answer]], *, patience: float) -> Answer:
     """Make attempts until one reaches the server; afterwards the answer is certain, or an error of ours was raised."""
-    backoff = Backoff(patience)
+    backoff: Backoff | None = None
     repeated, reruns = False, 0
     while True:
         try:
             return await attempt(repeated)
         except _LostError as error:
             repeated = True
+            backoff = backoff or Backoff(patience)
             if not await backoff.pause():
                 raise StoreUnavailableError(f"PostgreSQL cannot be reached: {error.__cause__}") from error.__cause__
         except psycopg.Error as error:
             reruns += 1
+            backoff = backoff or Backoff(patience)
             if not may_rerun(error) or reruns > _RERUNS_MAX or not await backoff.pause():
                 raise translated(error) from error
 
 
-@asynccontextmanager
-async def _noticing_loss(wire: Wire) -> AsyncIterator[None]:
-    try:
-        yield
-    except psycopg.Error as error:
-        if is_lost(error, wire.connection):
-            await wire.connection.close()
-            raise _LostError from error
-        raise
-
-
 async def _do(work: Work[Answer], wire: Wire, repeated: bool) -> Answer:
     try:
-        async with _noticing_loss(wire):
-            return await work(wire, repeated)
+        return await work(wire, repeated)
+    except psycopg.Error as error:
+        await _raise_if_lost(error, wire)
+        raise
     finally:
         # Whoever was cancelled in the middle of something must not leave it to the next one.
-        if not wire.connection.closed and wire.connection.info.transaction_status is not TransactionStatus.IDLE:
+        if wire.connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await wire.connection.close()
+
+
+async def _raise_if_lost(error: psycopg.Error, wire: Wire) -> None:
+    if is_lost(error, wire.connection):
+        await wire.connection.close()
+        raise _LostError from error
 
 
 class Link:
@@ -111,7 +110,7 @@ class Link:
         """Do the work and return its answer; it is given again when the connection was lost."""
         refuse_fork(self._process)
         async with self._turn:
-            return await persistently(lambda repeated: self._attempt(work, repeated), patience=self._patience)
+            return await persistently(partial(self._attempt, work), patience=self._patience)
 
     async def _attempt(self, work: Work[Answer], repeated: bool) -> Answer:
         if self._wire is None or self._wire.connection.closed:
@@ -162,7 +161,7 @@ class Handlers:
 
     async def run(self, work: Work[Answer]) -> Answer:
         """Do the work on a pooled connection and return its answer; it is given again when that was lost."""
-        return await persistently(lambda repeated: self._attempt(work, repeated), patience=self._patience)
+        return await persistently(partial(self._attempt, work), patience=self._patience)
 
     async def _attempt(self, work: Work[Answer], repeated: bool) -> Answer:
         wire = await self.take()
@@ -177,8 +176,11 @@ class Handlers:
         async def begun(_: bool) -> Wire:
             wire = await self.take()
             try:
-                async with _noticing_loss(wire):
-                    await wire.execute(statement)
+                await wire.execute(statement)
+            except psycopg.Error as error:
+                await self.give_back(wire)
+                await _raise_if_lost(error, wire)
+                raise
             except BaseException:
                 await self.give_back(wire)
                 raise

@@ -27,7 +27,6 @@ _ROUNDS_MAX = 20
 
 #: Scope, key and kind: what a key's row is found by.
 _Name = tuple[str, str, int]
-_Placed = tuple[int, Envelope]
 
 
 class _Wanted(NamedTuple):
@@ -46,6 +45,8 @@ async def store_fresh(wire: Wire, now: int | None, envelopes: Sequence[Envelope]
 
     With ``keyed`` false the keys have been taken already.
     """
+    if len(envelopes) == 1:
+        return [bool(await wire.rows("put_one", _one(envelopes[0], now, keyed)))]
     parameters: dict[str, Any] = {
         "now": now,
         "ids": ids([e.id for e in envelopes]),
@@ -70,6 +71,27 @@ async def store_fresh(wire: Wire, now: int | None, envelopes: Sequence[Envelope]
     return stored
 
 
+def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
+    return {
+        "now": now,
+        "id": e.id,
+        "scope": e.scope if keyed and e.keyed else None,
+        "type": e.message_type,
+        "version": e.schema_version,
+        "queue": e.queue,
+        "key": e.idempotency_key,
+        "correlation": e.correlation_id,
+        "causation": e.causation_id,
+        "subject": e.subject,
+        "retention": e.retention,
+        "payload": e.payload_inline,
+        "headers": pack_headers(e),
+        "fingerprint": e.fingerprint,
+        "delay": e.delay,
+        "due": e.due_at,
+    }
+
+
 class Putter:
     """Puts on one connection, inside one open transaction."""
 
@@ -82,53 +104,60 @@ class Putter:
         """Store messages and say what became of each."""
         if options.batch_key is not None:
             return await self._put_batch(envelopes, options.batch_key)
-        answers: dict[int, Stored] = {}
-        simple = [(place, e) for place, e in enumerate(envelopes) if e.deduplication_key is None]
+        answers: dict[str, Stored] = {}
+        given = {e.id: e for e in envelopes}
+        simple = [e for e in given.values() if e.deduplication_key is None]
         for start in range(0, len(simple), CHUNK):
             chunk = simple[start : start + CHUNK]
-            stored = await store_fresh(self._wire, self._now, [e for _, e in chunk])
-            for (place, e), fresh in zip(chunk, stored, strict=True):
+            for e, fresh in zip(chunk, await store_fresh(self._wire, self._now, chunk), strict=True):
                 # Without a key only the same id can be in the way: this very message, whose answer was lost.
                 if fresh or not e.keyed:
-                    answers[place] = Stored(e.id, State.SCHEDULED)
-        contested = [(place, e) for place, e in enumerate(envelopes) if place not in answers]
-        if contested:
-            await self._contest(contested, options, answers)
-        return [answers[place] for place in range(len(envelopes))]
+                    answers[e.id] = Stored(e.id, State.SCHEDULED)
+        waiting = [e for e in given.values() if e.id not in answers]
+        answers.update(await self.contest(waiting, options))
+        return [answers[e.id] for e in envelopes]
 
-    async def _contest(self, waiting: list[_Placed], options: PutOptions, answers: dict[int, Stored]) -> None:
+    async def contest(self, waiting: Sequence[Envelope], options: PutOptions) -> dict[str, Stored]:
+        """Store messages that have a key which is taken, or a deduplication key; return the answers by message."""
+        answers: dict[str, Stored] = {}
         for _ in range(_ROUNDS_MAX):
-            waiting = await self._round(waiting, options, answers)
             if not waiting:
-                return
+                return answers
+            waiting = await self._round(waiting, options, answers)
         raise StoreUnavailableError("too many senders of the same keys at once; try again")
 
     async def _round(
-        self, waiting: Sequence[_Placed], options: PutOptions, answers: dict[int, Stored]
-    ) -> list[_Placed]:
+        self, waiting: Sequence[Envelope], options: PutOptions, answers: dict[str, Stored]
+    ) -> list[Envelope]:
         """Answer what can be answered; return the messages that lost a key to somebody quicker."""
-        holders, now = await self._holders({name for _, e in waiting for name in _names(e)})
-        free: list[tuple[int, Envelope, list[_Wanted]]] = []
+        holders, now = await self._holders({name for e in waiting for name in _names(e)})
+        free: list[tuple[Envelope, list[_Wanted]]] = []
         suppressed: list[_Name] = []
-        for place, e in waiting:
+        for e in waiting:
             held, wanted = _decide(e, holders, now)
             if held is None:
-                free.append((place, e, wanted))
+                free.append((e, wanted))
                 continue
             name, holder, verdict = held
             if verdict is Verdict.DUPLICATE:
                 suppressed.append(name)
-            answers[place] = await self._report(holder, verdict, options)
-        won = await self._take([one for _, _, wanted in free for one in wanted])
-        mine = [(place, e) for place, e, wanted in free if _has_all(won, wanted)]
-        if mine:
-            await store_fresh(self._wire, self._now, [e for _, e in mine], keyed=False)
-            answers.update((place, Stored(e.id, State.SCHEDULED)) for place, e in mine)
+            answers[e.id] = await self._report(holder, verdict, options)
         if suppressed:
             await self._wire.rows("count_suppressed", _named(suppressed))
-        lost = [(place, e, wanted) for place, e, wanted in free if not _has_all(won, wanted)]
-        await self._drop([one for _, _, wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
-        return [(place, e) for place, e, _ in lost]
+        return await self._store_free(free, answers) if free else []
+
+    async def _store_free(
+        self, free: Sequence[tuple[Envelope, list[_Wanted]]], answers: dict[str, Stored]
+    ) -> list[Envelope]:
+        """Take the keys and store the messages that got all of theirs; return the others."""
+        won = await self._take([one for _, wanted in free for one in wanted])
+        mine = [e for e, wanted in free if _has_all(won, wanted)]
+        if mine:
+            await store_fresh(self._wire, self._now, mine, keyed=False)
+            answers.update((e.id, Stored(e.id, State.SCHEDULED)) for e in mine)
+        lost = [(e, wanted) for e, wanted in free if e.id not in answers]
+        await self._drop([one for _, wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
+        return [e for e, _ in lost]
 
     async def _report(self, holder: Holder, verdict: Verdict, options: PutOptions) -> Stored:
         state = holder.state or State.SCHEDULED

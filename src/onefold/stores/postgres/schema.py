@@ -17,11 +17,12 @@ async def missing_migrations(wire: Wire) -> list[Migration]:
     if not ours:
         if occupied:
             raise SchemaError(
-                "the database has a schema named 'onefold' that onefold did not make; use another database, or rename it"
+                "the database has a schema named 'onefold' that onefold did not make; "
+                "use another database, or rename that schema"
             )
         return MIGRATIONS
     try:
-        applied = dict(await wire.rows("schema_applied"))
+        applied: dict[int, str] = dict(await wire.rows("schema_applied"))
     except errors.UndefinedColumn as error:
         raise SchemaError("the table onefold.migration was not made by onefold; use another database") from error
     for number in applied.keys() - {migration.number for migration in MIGRATIONS}:
@@ -42,15 +43,14 @@ async def refuse_unfinished(wire: Wire) -> None:
         raise SchemaError(f"the database lacks migration {missing[0].name}; run `onefold migrate`")
 
 
-async def migrate(wire: Wire, now: int | None) -> list[str]:
-    """Apply what is missing, each file in a transaction of its own together with its record; return the names."""
-    done: list[str] = []
+async def migrate(wire: Wire, now: int | None, done: list[str]) -> None:
+    """Apply what is missing, each file in a transaction of its own together with its record; add the names."""
     while True:
         async with wire.transaction():
             await wire.rows("schema_lock")
             missing = await missing_migrations(wire)
             if not missing:
-                return done
+                return
             await _apply(wire, missing[0], now)
         done.append(missing[0].name)
 

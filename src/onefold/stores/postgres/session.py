@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
@@ -34,6 +34,7 @@ from onefold.stores.postgres.put import Putter, store_fresh
 from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
 
 Settlement = tuple[Lease, Outcome]
+Kind = TypeVar("Kind", bound=tuple[Lease, Any])
 
 #: Run-out leases released at once, so that nobody waits long for the statement.
 _EXPIRED_MAX = 1_000
@@ -63,6 +64,13 @@ class Session:
     async def put_fresh(self, envelopes: Sequence[Envelope]) -> list[bool]:
         """Store messages in one statement; False for each that somebody or something was in the way of."""
         return await store_fresh(self.wire, self._now, envelopes)
+
+    async def put_contested(self, envelopes: Sequence[Envelope]) -> list[Stored]:
+        """Store messages that something was in the way of."""
+        answers = await Putter(self.wire, self._now, self._redrive).contest(
+            list({e.id: e for e in envelopes}.values()), PutOptions()
+        )
+        return [answers[e.id] for e in envelopes]
 
     async def put_sends(self, envelopes: Sequence[Envelope]) -> None:
         """Put what handlers sent; a key that clashes fails the handler that sent it."""
@@ -108,20 +116,24 @@ class Session:
         ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
         again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
         back = [(lease, o) for lease, o in settlements if isinstance(o, HandBack)]
-        won: set[tuple[str, int]] = set()
-        for name, those, parameters in (
-            ("settle_end", ended, _ending),
-            ("settle_again", again, _returning),
-            ("settle_hand_back", back, _fenced),
-        ):
-            if those:
-                rows = await self.wire.rows(name, {**parameters(those), "now": self._now})  # type: ignore[operator]
-                won.update((those[row[0] - 1][0].id, those[row[0] - 1][0].fence) for row in rows)
+        won = await self._settle_all("settle_end", ended, _ending)
+        won |= await self._settle_all("settle_again", again, _returning)
+        won |= await self._settle_all("settle_hand_back", back, _fenced)
         answers = [(lease.id, lease.fence) in won for lease, _ in settlements]
         sends = sends_of(s for s, held in zip(settlements, answers, strict=True) if held)
         if sends:
             await self.put_sends(sends)
         return answers
+
+    async def _settle_all(
+        self, statement: str, settlements: Sequence[Kind], columns: Callable[[Sequence[Kind]], dict[str, Column]]
+    ) -> set[tuple[str, int]]:
+        """Settle those of one kind; return id and fence of each that still held its message."""
+        if not settlements:
+            return set()
+        rows = await self.wire.rows(statement, {**columns(settlements), "now": self._now})
+        held = [settlements[place - 1][0] for (place,) in rows]
+        return {(lease.id, lease.fence) for lease in held}
 
     # operators
 
@@ -137,7 +149,7 @@ class Session:
             "reason": act.reason,
             "key_window": round(limits.KEY_WINDOW * MICROSECONDS),
         }
-        moved = dict(await self.wire.rows(_MOVES[to], parameters))
+        moved: dict[str, str] = dict(await self.wire.rows(_MOVES[to], parameters))
         return {message_id: moved[message_id] for message_id in given if message_id in moved}
 
     async def register(

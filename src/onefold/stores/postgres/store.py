@@ -31,8 +31,17 @@ from onefold.store import (
 )
 from onefold.stores.coalesce import Coalescer
 from onefold.stores.postgres import resolve, schema
-from onefold.stores.postgres.connection import BEGIN, BEGIN_READING, Connector, Pooler, Trace, Wire, refuse_foreign
-from onefold.stores.postgres.connection import refuse_lost
+from onefold.stores.postgres.connection import (
+    BEGIN,
+    BEGIN_READING,
+    Connector,
+    Pooler,
+    Role,
+    Trace,
+    Wire,
+    refuse_foreign,
+    refuse_lost,
+)
 from onefold.stores.postgres.faults import BlockedError, is_lost, translated
 from onefold.stores.postgres.link import Handlers, Link
 from onefold.stores.postgres.session import Session, Settlement, is_one_statement
@@ -83,7 +92,8 @@ class PostgresStore:
     async def open(self) -> None:
         if self._opened:
             return
-        self._links = {role: self._link(role) for role in ("put", "settle", "claim", "spare")}
+        roles: dict[str, Role] = {"put": "put", "settle": "settle", "claim": "control", "spare": "spare"}
+        self._links = {name: Link(self._connector, role, patience=self._patience) for name, role in roles.items()}
         self._handlers = Handlers(self._connector, size=self._pool_size, patience=self._patience)
         self._bell = Bell(self._links["spare"], self._listening)
         self._puts: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_puts, most=_TOGETHER_MAX)
@@ -97,10 +107,6 @@ class PostgresStore:
         except BaseException:
             await self.close()
             raise
-
-    def _link(self, name: str) -> Link:
-        role = name if name in ("put", "spare") else "control"
-        return Link(self._connector, role, patience=self._patience)  # type: ignore[arg-type]
 
     async def _check(self, wire: Wire, _: bool) -> bool:
         await schema.refuse_unfinished(wire)
@@ -123,7 +129,7 @@ class PostgresStore:
         done: list[str] = []
 
         async def migrate(wire: Wire, _: bool) -> None:
-            done.extend(await schema.migrate(wire, now))
+            await schema.migrate(wire, now, done)
 
         try:
             await link.run(migrate)
@@ -138,3 +144,176 @@ class PostgresStore:
         if not self._opened:
             raise StoreError("the store is closed; use it inside `async with app`")
         return self._links[name]
+
+    # writing
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
+        self._use("put")
+        stored: Stored | None = None
+        if len(envelopes) == 1 and options == KEEP:
+            stored = await self._put_shared(envelopes)
+        answers = [stored] if stored else await self._put_alone(envelopes, options)
+        self._bell.ring(queues_to_ring(envelopes))
+        return answers
+
+    async def _put_shared(self, envelopes: Sequence[Envelope]) -> Stored | None:
+        """Put one message in a statement shared with others; None when it would have kept them waiting."""
+        stored: Stored | None = None
+        if envelopes[0].deduplication_key is None:
+            stored = (await self._puts.add(envelopes))[0]
+        return stored or (await self._contests.add(envelopes))[0]
+
+    async def _put_alone(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        async def work(wire: Wire, _: bool) -> list[Stored]:
+            async with wire.transaction():
+                return await self._session(wire).put(envelopes, options)
+
+        return await self._handlers.run(work) if envelopes else []
+
+    async def _flush_puts(self, envelopes: list[Envelope]) -> list[Stored | None]:
+        """Store messages whose keys are free, without a transaction around the one statement."""
+
+        async def work(wire: Wire, _: bool) -> list[bool]:
+            return await self._session(wire).put_fresh(envelopes)
+
+        try:
+            fresh = await self._use("put").run(work)
+        except BlockedError:
+            if len(envelopes) > 1:
+                raise
+            fresh = [False]
+        return [
+            Stored(e.id, State.SCHEDULED) if new or not e.keyed else None
+            for e, new in zip(envelopes, fresh, strict=True)
+        ]
+
+    async def _flush_contests(self, envelopes: list[Envelope]) -> list[Stored | None]:
+        """Judge messages whose keys are taken."""
+
+        async def work(wire: Wire, _: bool) -> list[Stored | None]:
+            async with wire.transaction():
+                return [*await self._session(wire).put_contested(envelopes)]
+
+        try:
+            return await self._use("put").run(work)
+        except BlockedError:
+            if len(envelopes) > 1:
+                raise
+            return [None]
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        self._use("settle")
+        won = await self._settles.add(settlements) if settlements else []
+        self._bell.ring(settled_queues(s for s, held in zip(settlements, won, strict=True) if held))
+        return won
+
+    async def _flush_settles(self, settlements: list[Settlement]) -> list[bool]:
+        async def work(wire: Wire, repeated: bool) -> list[bool]:
+            session = self._session(wire)
+            if repeated:
+                return await resolve.settle_again(session, settlements)
+            if is_one_statement(settlements):
+                return await session.settle(settlements)
+            async with wire.transaction():
+                return await session.settle(settlements)
+
+        return await self._use("settle").run(work)
+
+    async def claim(
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+    ) -> list[Lease]:
+        async def work(wire: Wire, _: bool) -> list[Lease]:
+            session = self._session(wire)
+            if self._may_have_expired():
+                await session.release_expired()
+            return await session.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+
+        return await self._use("claim").run(work)
+
+    def _may_have_expired(self) -> bool:
+        """Say whether it is time to look for run-out leases: always when a test moves the clock."""
+        now = _machine.steady()
+        if self._clock is None and now < self._expired_at + _EXPIRED_SECONDS * MICROSECONDS:
+            return False
+        self._expired_at = now
+        return True
+
+    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease))
+
+    async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
+        self._use("spare")
+        await self._bell.wait(queues, timeout)
+
+    # transactions
+
+    @asynccontextmanager
+    async def transaction(self, connection: Any = None) -> AsyncIterator[PostgresTransaction]:
+        if connection is not None:
+            joined = self._connector.wire(refuse_foreign(connection), "handlers", joined=True)
+            yield PostgresTransaction(self._session(joined))
+            return
+        self._use("settle")
+        wire = await self._handlers.begin(BEGIN)
+        transaction = PostgresTransaction(self._session(wire))
+        try:
+            try:
+                yield transaction
+            except BaseException:
+                await wire.rollback()
+                raise
+            await self._commit(transaction)
+        finally:
+            await self._handlers.give_back(wire)
+        self._bell.ring(transaction.queues)
+
+    async def _commit(self, transaction: PostgresTransaction) -> None:
+        """Commit; when the reply was lost, find out whether it happened before saying anything."""
+        try:
+            await transaction.session.wire.commit()
+        except psycopg.Error as error:
+            if not is_lost(error, transaction.connection):
+                await transaction.session.wire.rollback()
+                raise translated(error) from error
+            await transaction.connection.close()
+            if not await self._was_committed(transaction):
+                raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
+
+    async def _was_committed(self, transaction: PostgresTransaction) -> bool:
+        settled, stored = transaction.settled, transaction.stored
+        if settled:
+            return await self._use("settle").run(lambda wire, _: resolve.was_settled(wire, settled))
+        if stored:
+            return await self._use("settle").run(lambda wire, _: resolve.was_stored(wire, stored[0]))
+        raise StoreUnavailableError(
+            "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
+        )
+
+    # reading
+
+    async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Refuse to write: what is written outside a transaction is not part of any promise."""
+        self._use("spare")
+        wire = await self._handlers.begin(BEGIN_READING)
+        try:
+            return await wire.execute(statement, parameters)
+        except psycopg.Error as error:
+            refuse_lost(error, wire.connection)
+            raise
+        finally:
+            await wire.rollback()
+            await self._handlers.give_back(wire)
+
+    async def find(self, query: Query) -> list[Record]:
+        self._use("spare")
+        return await self._handlers.run(lambda wire, _: self._session(wire).find(query))
+
+    async def attempts(self, message_id: str) -> list[Attempt]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).attempts(message_id))
+
+    async def registered(self, kind: str, name: str) -> Registered | None:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).registered(kind, name))
+
+    async def count(self) -> dict[str, Counts]:
+        self._use("spare")
+        return await self._handlers.run(lambda wire, _: self._session(wire).count())

@@ -10,10 +10,10 @@ from psycopg import AsyncConnection
 
 from onefold import limits
 from onefold.envelope import Envelope
-from onefold.store import Act, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.store import Act, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import translated
-from onefold.stores.postgres.session import HandBack, Session, Settlement, sends_of
+from onefold.stores.postgres.session import Session, Settlement, sends_of
 
 KEEP = PutOptions()
 
@@ -34,7 +34,9 @@ class PostgresTransaction:
     def connection(self) -> AsyncConnection[Any]:
         return self.session.wire.connection
 
-    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+    async def execute(
+        self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         try:
             return await self.session.wire.execute(statement, parameters)
         except psycopg.Error as error:

@@ -8,16 +8,17 @@ ON CONFLICT DO NOTHING
 RETURNING message_id
 
 -- name: put_message
--- Naming the id twice is a lost answer being asked for again: the same message, so nothing is to be done.
+-- Naming the id twice is a lost answer being asked for again: the same message, so nothing is to be done,
+-- least of all a second delivery of a message that may have ended meanwhile.
 INSERT INTO onefold_message (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id,
     subject, created_at, retention, payload, headers)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
+RETURNING id
 
 -- name: put_delivery
 INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
-ON CONFLICT (id) DO NOTHING
 
 -- name: key_holder
 SELECT k.message_id, k.fingerprint, k.schema_version, k.expires_at, coalesce(d.state, o.state), o.kept_until
@@ -67,10 +68,10 @@ WHERE id = ?
 -- name: extend
 UPDATE onefold_delivery SET lease_until = ?, started = max(started, ?)
 WHERE id = ? AND fence = ? AND state = 1
-RETURNING id
+RETURNING id, fence
 
 -- name: settle_end
-DELETE FROM onefold_delivery WHERE id = ? AND fence = ? RETURNING id
+DELETE FROM onefold_delivery WHERE id = ? AND fence = ? RETURNING id, fence
 
 -- name: settle_outcome
 INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
@@ -82,23 +83,24 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 UPDATE onefold_delivery
 SET state = 0, fence = fence + 1, attempt = ?, due_at = ?, lease_until = NULL, worker = NULL
 WHERE id = ? AND fence = ?
-RETURNING id
+RETURNING id, fence - 1
 
 -- name: settle_hand_back
 UPDATE onefold_delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
 WHERE id = ? AND fence = ?
-RETURNING id
+RETURNING id, fence - 1
 
 -- name: settle_attempt
 INSERT INTO onefold_attempt (message_id, fence, attempt, at, worker, failure, delay) VALUES (?, ?, ?, ?, ?, ?, ?)
 
 -- name: move_redrive
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
+-- When its window is over its key may already be another message's, so it is too late then.
 INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
 SELECT o.id, o.queue, m.message_type, 0, ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END,
     o.fence + 1, 0, 0, o.replay_count + 1
 FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
-WHERE o.id = ?2 AND o.state = 4 AND m.payload IS NOT NULL
+WHERE o.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
 RETURNING id
 
 -- name: move_reopened

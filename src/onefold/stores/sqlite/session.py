@@ -150,8 +150,8 @@ class Session:
         return answers
 
     def _insert(self, envelopes: Sequence[Envelope], now: int) -> None:
-        self._each("put_message", (message_row(e, now) for e in envelopes))
-        self._each("put_delivery", (_delivery_row(e, now) for e in envelopes))
+        new = {row[0] for row in self._each("put_message", (message_row(e, now) for e in envelopes))}
+        self._each("put_delivery", (_delivery_row(e, now) for e in envelopes if e.id in new))
 
     # claim
 
@@ -182,8 +182,8 @@ class Session:
 
     def extend(self, leases: Sequence[Lease], lease: float, starting: bool) -> list[bool]:
         until = self._clock.steady() + round(lease * MICROSECONDS)
-        held = {row[0] for row in self._each("extend", ((until, int(starting), one.id, one.fence) for one in leases))}
-        return [one.id in held for one in leases]
+        held = set(self._each("extend", ((until, int(starting), one.id, one.fence) for one in leases)))
+        return [(one.id, one.fence) in held for one in leases]
 
     # settle
 
@@ -192,16 +192,18 @@ class Session:
         ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
         again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
         back = [lease for lease, o in settlements if isinstance(o, HandBack)]
-        won = {row[0] for row in self._each("settle_end", ((lease.id, lease.fence) for lease, _ in ended))}
-        won |= {row[0] for row in self._each("settle_again", (_again_row(lease, o, now) for lease, o in again))}
-        won |= {row[0] for row in self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back))}
-        self._each("settle_outcome", (outcome_row(lease, o, now) for lease, o in ended if lease.id in won))
-        failed = (attempt_row(one, o, now) for one, o in settlements if isinstance(o, Again | Dead) and one.id in won)
+        # Told apart by fence as well: a worker may settle an old and a new lease of one message together.
+        won = set(self._each("settle_end", ((lease.id, lease.fence) for lease, _ in ended)))
+        won.update(self._each("settle_again", (_again_row(lease, o, now) for lease, o in again)))
+        won.update(self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back)))
+        held = [(lease, o) for lease, o in settlements if (lease.id, lease.fence) in won]
+        self._each("settle_outcome", (outcome_row(lease, o, now) for lease, o in held if isinstance(o, Done | Dead)))
+        failed = (attempt_row(lease, o, now) for lease, o in held if isinstance(o, Again | Dead))
         self._each("settle_attempt", (row for row in failed if row is not None))
-        sends = [e for lease, o in ended if isinstance(o, Done) and lease.id in won for e in o.sends]
+        sends = [e for _, o in held if isinstance(o, Done) for e in o.sends]
         if sends:
             self.put_sends(sends)
-        return [lease.id in won for lease, _ in settlements]
+        return [(lease.id, lease.fence) in won for lease, _ in settlements]
 
     def put_sends(self, envelopes: Sequence[Envelope]) -> None:
         """Put what handlers sent; a key that clashes fails the handler that sent it."""

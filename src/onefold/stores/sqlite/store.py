@@ -68,14 +68,22 @@ class SQLiteTransaction:
     def __init__(self, store: SQLiteStore, session: Session) -> None:
         self._store = store
         self._session = session
+        #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
+        self.over = False
 
     @property
     def connection(self) -> apsw.Connection:
+        self._refuse_late()
         return self._session.connection
+
+    def _refuse_late(self) -> None:
+        if self.over:
+            raise StoreError("the transaction is over; this statement came too late and was not run")
 
     async def execute(
         self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
+        self._refuse_late()
         try:
             return await self._store.on_writer(self._session.execute, statement, parameters)
         except (apsw.BusyError, apsw.FullError, apsw.IOError) as error:
@@ -104,6 +112,7 @@ class SQLiteTransaction:
         return await self._run(self._session.purge, limit)
 
     async def _run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        self._refuse_late()
         try:
             return await self._store.on_writer(function, *args)
         except apsw.Error as error:
@@ -215,12 +224,16 @@ class SQLiteStore:
             raise StoreError("the store is closed; use it inside `async with app`")
         async with self._turn:
             self.ring_at_commit = False
-            await self._begin()
+            opened = SQLiteTransaction(self, self._writer)
             try:
-                yield SQLiteTransaction(self, self._writer)
+                # A caller who is cancelled here does not stop the thread: it may still begin, so it must also end.
+                await self._begin()
+                yield opened
             except BaseException:
+                opened.over = True
                 await self.on_writer(self._end, "ROLLBACK")
                 raise
+            opened.over = True
             try:
                 await self.on_writer(self._end, "COMMIT")
             except apsw.Error as error:

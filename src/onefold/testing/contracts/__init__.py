@@ -1,0 +1,40 @@
+"""What every store must do, as tests: an engine passes when its subclass of ``StoreContract`` does.
+
+::
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture(autouse=True)
+        def _database(self, my_url: str) -> None:
+            self.url = my_url
+
+        def make_store(self, clock: Clock) -> Store:
+            return MyStore(self.url, clock=clock)
+
+Each test gets an empty database; ``make_store`` called twice gives two stores on it, not yet open.
+What a store does not claim in its ``Capabilities`` is not asked of it.
+"""
+
+from onefold.testing.contracts.bench import Bench, scenario
+from onefold.testing.contracts.claiming import ClaimContract
+from onefold.testing.contracts.concurrency import ConcurrencyContract
+from onefold.testing.contracts.keys import KeyContract
+from onefold.testing.contracts.operating import OperatorContract
+from onefold.testing.contracts.purging import PurgeContract
+from onefold.testing.contracts.putting import PutContract
+from onefold.testing.contracts.settling import SettleContract
+from onefold.testing.contracts.transactions import TransactionContract
+
+__all__ = ["Bench", "StoreContract", "scenario"]
+
+
+class StoreContract(
+    PutContract,
+    KeyContract,
+    ClaimContract,
+    SettleContract,
+    OperatorContract,
+    PurgeContract,
+    TransactionContract,
+    ConcurrencyContract,
+):
+    """The whole contract."""

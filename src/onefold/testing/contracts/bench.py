@@ -1,0 +1,165 @@
+"""The bench the contract's scenarios are written on: a store, a clock of one's own, and short words for both."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+import msgspec
+
+from onefold.clock import Clock, new_id
+from onefold.codec import fingerprint_of
+from onefold.envelope import UNKEYED, Envelope
+from onefold.store import (
+    Act,
+    Again,
+    Dead,
+    Done,
+    Failure,
+    Lease,
+    Outcome,
+    PutOptions,
+    Query,
+    Record,
+    State,
+    Store,
+    Stored,
+)
+from onefold.testing.faults import HastyClock
+
+ACT = Act(actor="ada", reason="a test")
+FAILURE = Failure(
+    reason="failed", error_type="ValueError", error_message="no such order", stack="line 7", status_code=502
+)
+DONE = Done(b'"paid"')
+AGAIN = Again(5.0, FAILURE)
+DEAD = Dead(FAILURE)
+#: How long the bench's leases last, in seconds.
+LEASE = 30.0
+
+
+class Bench:
+    """One open store on an empty database, and as many more on the same one as a scenario wants."""
+
+    def __init__(self, make_store: Callable[[Clock], Store], stack: AsyncExitStack) -> None:
+        self.clock = HastyClock()
+        self._make_store = make_store
+        self._stack = stack
+        self._chance = random.Random(7)
+        self.store: Store
+
+    async def another(self) -> Store:
+        """Open one more store on the same database."""
+        store = self._make_store(self.clock)
+        self._stack.push_async_callback(store.close)
+        await store.migrate()
+        await store.open()
+        return store
+
+    def message(self, key: str | None = None, *, payload: bytes = b"[1]", **fields: Any) -> Envelope:
+        """Make an envelope as the app would, with a fresh id."""
+        id_ = new_id(self.clock.now(), self._chance)
+        plain = Envelope(
+            id=id_,
+            message_type="task",
+            queue="default",
+            idempotency_key=key or f"{UNKEYED}{id_}",
+            correlation_id=id_,
+            causation_id=id_,
+            subject="order:7",
+            payload_inline=payload,
+            fingerprint=fingerprint_of(payload),
+            deduplicate_for=3_600_000_000,
+        )
+        return msgspec.structs.replace(plain, **fields)
+
+    async def put(self, key: str | None = None, *, options: PutOptions | None = None, **fields: Any) -> Stored:
+        """Send one message with a commit of its own."""
+        return (await self.store.put([self.message(key, **fields)], options or PutOptions()))[0]
+
+    async def claim(
+        self,
+        limit: int = 100,
+        *,
+        store: Store | None = None,
+        queues: Sequence[str] = ("default",),
+        types: Sequence[str] = ("task",),
+        lease: float = LEASE,
+        worker: str = "grace",
+    ) -> list[Lease]:
+        """Claim what is due."""
+        return await (store or self.store).claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+
+    async def leased(self, key: str | None = None, **fields: Any) -> Lease:
+        """Send one message and claim it, while nothing else is due."""
+        stored = await self.put(key, **fields)
+        lease = await self.claim_only()
+        assert lease.id == stored.id
+        return lease
+
+    async def claim_only(self) -> Lease:
+        """Claim the one message that is due."""
+        leases = await self.claim()
+        assert len(leases) == 1
+        return leases[0]
+
+    async def settled(self, key: str | None, outcome: Outcome, **fields: Any) -> Lease:
+        """Send one message, claim it and settle it, while nothing else is due."""
+        lease = await self.leased(key, **fields)
+        assert await self.store.settle([(lease, outcome)]) == [True]
+        return lease
+
+    async def move(self, id_: str, to: State, *, store: Store | None = None) -> bool:
+        """Move one message as an operator; says whether that was legal."""
+        async with (store or self.store).transaction() as transaction:
+            return await transaction.move([id_], to, ACT) == [id_]
+
+    async def find(self, id_: str) -> Record | None:
+        """Look up one message."""
+        found = await self.store.find(Query(ids=(id_,)))
+        return found[0] if found else None
+
+    async def record(self, id_: str) -> Record:
+        """Look up one message that must be there."""
+        found = await self.find(id_)
+        assert found is not None
+        return found
+
+    async def state(self, id_: str) -> State:
+        """Return where one message stands."""
+        return (await self.record(id_)).state
+
+    async def all_ids(self) -> set[str]:
+        """Return the ids of all messages that are kept."""
+        return {record.envelope.id for record in await self.store.find(Query(limit=1_000))}
+
+
+class Contract:
+    """Base of every part of the contract."""
+
+    def make_store(self, clock: Clock) -> Store:
+        """Return a store on this test's database, not yet open; called twice, two stores on the same one."""
+        raise NotImplementedError
+
+
+Part = TypeVar("Part", bound=Contract)
+
+
+def scenario(test: Callable[[Part, Bench], Coroutine[Any, Any, None]]) -> Callable[[Part], None]:
+    """Turn an asynchronous scenario into a test that runs it on a bench of its own."""
+
+    def run(self: Part) -> None:
+        async def on_a_bench() -> None:
+            async with AsyncExitStack() as stack:
+                bench = Bench(self.make_store, stack)
+                bench.store = await bench.another()
+                await test(self, bench)
+
+        asyncio.run(on_a_bench())
+
+    # functools.wraps would show pytest the scenario's own parameters, which it would take for fixtures.
+    run.__name__, run.__qualname__, run.__doc__ = test.__name__, test.__qualname__, test.__doc__
+    return run

@@ -1,0 +1,245 @@
+"""The operator's verbs, the read side, the register, and the table of legal moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.store import MOVES, Again, Done, HandBack, Lease, Query, Registered, State
+from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contract, scenario
+
+
+class OperatorContract(Contract):
+    """What people do."""
+
+    @scenario
+    async def test_redrive_reopens_a_letter_above_the_fence_that_ended_it(self, bench: Bench) -> None:
+        dead = await bench.settled("k", DEAD)
+        bench.clock.advance(10.0)
+        assert await bench.move(dead.id, State.SCHEDULED)
+        record = await bench.record(dead.id)
+        assert (record.state, record.attempt, record.replay_count) == (State.SCHEDULED, 0, 1)
+        assert record.fence > dead.fence
+        assert (record.failure, record.ended_at) == (None, None)
+        lease = await bench.claim_only()
+        assert (lease.attempt, lease.crashes, lease.replay_count) == (1, 0, 1)
+        assert lease.fence > dead.fence
+        await bench.store.settle([(lease, DEAD)])
+        assert [one.fence for one in await bench.store.attempts(dead.id)] == [dead.fence, lease.fence]
+        assert await bench.move(dead.id, State.SCHEDULED)
+        assert (await bench.claim_only()).replay_count == 2
+
+    @scenario
+    async def test_redriving_twice_reopens_once(self, bench: Bench) -> None:
+        dead = await bench.settled("k", DEAD)
+        async with bench.store.transaction() as transaction:
+            assert await transaction.move([dead.id, dead.id], State.SCHEDULED, ACT) == [dead.id]
+        assert not await bench.move(dead.id, State.SCHEDULED)
+        assert len(await bench.claim()) == 1
+        assert not await bench.move(dead.id, State.SCHEDULED)
+
+    @scenario
+    async def test_a_redriven_message_has_its_own_time_again(self, bench: Bench) -> None:
+        dead = await bench.settled("k", DEAD, retention=60 * MICROSECONDS)
+        bench.clock.advance(1_000.0)
+        await bench.move(dead.id, State.SCHEDULED)
+        lease = await bench.claim_only()
+        assert lease.envelope.expires_at == bench.clock.now() + 60 * MICROSECONDS
+
+    @scenario
+    async def test_a_letter_whose_key_went_to_another_message_cannot_be_redriven(self, bench: Bench) -> None:
+        """Otherwise two messages with one key would be alive, and the effect could happen twice."""
+        dead = await bench.settled("k", DEAD)
+        bench.clock.advance(limits.KEY_WINDOW)
+        newer = await bench.put("k")
+        assert newer.id != dead.id
+        assert not await bench.move(dead.id, State.SCHEDULED)
+        assert [lease.id for lease in await bench.claim()] == [newer.id]
+
+    @scenario
+    async def test_a_discarded_letter_is_closed_for_good(self, bench: Bench) -> None:
+        dead = await bench.settled("k", DEAD)
+        assert await bench.move(dead.id, State.DISCARDED)
+        assert await bench.state(dead.id) is State.DISCARDED
+        assert (await bench.record(dead.id)).fence > dead.fence
+        assert not await bench.move(dead.id, State.DISCARDED)
+        assert not await bench.move(dead.id, State.SCHEDULED)
+
+    @scenario
+    async def test_a_cancelled_message_never_runs(self, bench: Bench) -> None:
+        stored = await bench.put("k")
+        before = await bench.record(stored.id)
+        assert await bench.move(stored.id, State.CANCELLED)
+        record = await bench.record(stored.id)
+        assert (record.state, record.ended_at) == (State.CANCELLED, bench.clock.now())
+        assert record.fence > before.fence
+        assert await bench.claim() == []
+        assert not await bench.move(stored.id, State.CANCELLED)
+
+    @scenario
+    async def test_cancelling_a_running_message_shuts_its_holder_out(self, bench: Bench) -> None:
+        lease = await bench.leased("k")
+        assert await bench.move(lease.id, State.CANCELLED)
+        assert (await bench.record(lease.id)).fence > lease.fence
+        child = bench.message("child")
+        assert await bench.store.extend([lease], lease=LEASE) == [False]
+        assert await bench.store.settle([(lease, Done(b"1", sends=(child,)))]) == [False]
+        assert await bench.state(lease.id) is State.CANCELLED
+        assert await bench.find(child.id) is None
+        bench.clock.advance(LEASE)
+        assert await bench.claim() == []
+
+    @scenario
+    async def test_a_move_returns_those_for_which_it_was_legal(self, bench: Bench) -> None:
+        dead, done = await bench.settled("a", DEAD), await bench.settled("b", DONE)
+        also_dead = await bench.settled("c", DEAD)
+        async with bench.store.transaction() as transaction:
+            moved = await transaction.move([done.id, dead.id, "no-such-message", also_dead.id], State.SCHEDULED, ACT)
+        assert sorted(moved) == sorted([dead.id, also_dead.id])
+        assert await bench.state(done.id) is State.DONE
+
+    @scenario
+    async def test_no_operator_can_declare_a_message_done_dead_or_leased(self, bench: Bench) -> None:
+        stored = await bench.put("k")
+        for to in (State.DONE, State.DEAD, State.LEASED):
+            with pytest.raises(ValueError, match=to.name):
+                await bench.move(stored.id, to)
+        assert await bench.state(stored.id) is State.SCHEDULED
+
+    @scenario
+    async def test_exactly_the_legal_moves_are_possible(self, bench: Bench) -> None:
+        """Every pair of states is tried with every verb that could lead there, against ``MOVES``."""
+        for origin in (None, *State):
+            for to in State:
+                id_, lease = await _bring_to(bench, origin)
+                possible = await _try(bench, id_, lease, to)
+                assert possible is ((origin, to) in MOVES), f"{origin!r} to {to!r}: {possible}"
+                if not possible and origin is not None:
+                    assert await bench.state(id_) is origin
+                if possible:
+                    assert await bench.state(id_) is to
+                if await bench.find(id_) is not None:
+                    await bench.move(id_, State.CANCELLED)  # out of the way of the next one
+
+    # Reading.
+
+    @scenario
+    async def test_find_returns_what_every_condition_allows(self, bench: Bench) -> None:
+        dead = await bench.settled("a", DEAD, correlation_id="c-1")
+        done = await bench.settled("b", DONE, correlation_id="c-1")
+        mail = (await bench.put(queue="mail", message_type="other")).id
+        waiting = (await bench.put(delay=MICROSECONDS)).id
+
+        async def ids(**conditions: object) -> set[str]:
+            return {one.envelope.id for one in await bench.store.find(Query(**conditions))}  # type: ignore[arg-type]
+
+        assert await ids() == {dead.id, done.id, mail, waiting}
+        assert await ids(ids=(done.id, "no-such-message", mail)) == {done.id, mail}
+        assert await ids(ids=()) == set()
+        assert await ids(states=(State.DEAD,)) == {dead.id}
+        assert await ids(states=(State.DEAD, State.DONE)) == {dead.id, done.id}
+        assert await ids(states=(State.CANCELLED,)) == set()
+        assert await ids(queue="mail") == {mail}
+        assert await ids(message_type="other") == {mail}
+        assert await ids(correlation_id="c-1") == {dead.id, done.id}
+        assert await ids(correlation_id="c-1", states=(State.DEAD,)) == {dead.id}
+        assert await ids(states=(State.DEAD,), queue="mail") == set()
+        assert await ids(queue="default", states=(State.SCHEDULED,)) == {waiting}
+
+    @scenario
+    async def test_pages_follow_the_ids_and_miss_nothing(self, bench: Bench) -> None:
+        ids = []
+        for number in range(7):
+            bench.clock.advance(1.0)
+            ids.append((await bench.settled(f"k{number}", DEAD)).id)
+        for states in (None, (State.DEAD,)):
+            seen: list[str] = []
+            while page := await bench.store.find(Query(states=states, after=seen[-1] if seen else "", limit=3)):
+                assert len(page) <= 3
+                seen += [record.envelope.id for record in page]
+            assert seen == ids
+
+    # The register.
+
+    @scenario
+    async def test_the_register_writes_only_over_the_version_that_was_read(self, bench: Bench) -> None:
+        assert await bench.store.registered("queue", "mail") is None
+        assert await _register(bench, b"1", version=0)
+        assert not await _register(bench, b"2", version=0)
+        first = await bench.store.registered("queue", "mail")
+        assert first is not None
+        assert first.value == b"1"
+        assert await _register(bench, b"3", version=first.version)
+        assert not await _register(bench, b"4", version=first.version)
+        second = await bench.store.registered("queue", "mail")
+        assert second is not None
+        assert (second.value, second.version > first.version) == (b"3", True)
+        assert not await _register(bench, None, version=first.version)
+        assert await _register(bench, None, version=second.version)
+        assert await bench.store.registered("queue", "mail") is None
+        assert not await _register(bench, b"5", version=second.version)
+
+    @scenario
+    async def test_an_expired_entry_is_as_good_as_absent(self, bench: Bench) -> None:
+        expires_at = bench.clock.now() + 10 * MICROSECONDS
+        assert await _register(bench, b"1", version=0, expires_at=expires_at)
+        bench.clock.advance(10.0 - 0.000001)
+        known = await bench.store.registered("queue", "mail")
+        assert known is not None
+        assert known.value == b"1"
+        bench.clock.advance(0.000001)
+        assert await bench.store.registered("queue", "mail") is None
+        assert not await _register(bench, b"2", version=known.version)
+        assert await _register(bench, b"3", version=0)
+        taken = await bench.store.registered("queue", "mail")
+        assert isinstance(taken, Registered)
+        assert taken.value == b"3"
+
+    @scenario
+    async def test_entries_of_the_register_are_told_apart_by_kind_and_name(self, bench: Bench) -> None:
+        for kind, name in (("queue", "mail"), ("queue", "default"), ("worker", "mail")):
+            async with bench.store.transaction() as transaction:
+                assert await transaction.register(kind, name, f"{kind} {name}".encode(), version=0)
+        entry = await bench.store.registered("worker", "mail")
+        assert entry is not None
+        assert entry.value == b"worker mail"
+
+
+async def _register(bench: Bench, value: bytes | None, *, version: int, expires_at: int | None = None) -> bool:
+    async with bench.store.transaction() as transaction:
+        return await transaction.register("queue", "mail", value, version=version, expires_at=expires_at)
+
+
+async def _bring_to(bench: Bench, state: State | None) -> tuple[str, Lease]:
+    """Return a message in this state, and the last lease anybody had on it."""
+    if state is None:
+        absent = bench.message()
+        return absent.id, Lease(absent, 1, 1, 0, 0, bench.clock.now(), "grace")
+    lease = await bench.leased()
+    if state is State.SCHEDULED:
+        await bench.store.settle([(lease, Again(0.0, None, counted=False))])
+    elif state is State.DONE:
+        await bench.store.settle([(lease, DONE)])
+    elif state in (State.DEAD, State.DISCARDED):
+        await bench.store.settle([(lease, DEAD)])
+    if state in (State.CANCELLED, State.DISCARDED):
+        await bench.move(lease.id, state)
+    assert await bench.state(lease.id) is state
+    return lease.id, lease
+
+
+async def _try(bench: Bench, id_: str, lease: Lease, to: State) -> bool:
+    """Try every way there might be; says whether one worked."""
+    if to is State.SCHEDULED:
+        if await bench.find(id_) is None:
+            await bench.store.put([lease.envelope])
+            return await bench.find(id_) is not None
+        again = await bench.store.settle([(lease, HandBack())]) + await bench.store.settle([(lease, Again(0.0, None))])
+        return any(again) or await bench.move(id_, to)
+    if to is State.LEASED:
+        bench.clock.advance(LEASE)
+        return [one.id for one in await bench.claim()] == [id_]
+    if to in (State.DONE, State.DEAD):
+        return (await bench.store.settle([(lease, DONE if to is State.DONE else DEAD)]))[0]
+    return await bench.move(id_, to)

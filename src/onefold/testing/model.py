@@ -1,0 +1,202 @@
+"""What a store should do, in plain Python and without any SQL: the reference a real one is compared with.
+
+It knows the rules and not the numbers: which fence a store gives is the store's affair, as long as it rises.
+A lease that ran out but was not claimed again is in between: a store may show it as leased or as scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
+from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, PutOptions, Record, State, Stored
+
+IDEMPOTENCY, DEDUPLICATION = "idempotency", "deduplication"
+
+
+@dataclass(slots=True)
+class Message:
+    """One message as the model sees it."""
+
+    envelope: Envelope
+    due_at: int
+    state: State = State.SCHEDULED
+    #: The highest fence seen; the store must never show a lower one.
+    fence: int = 0
+    #: The fence of whoever may settle it, None when nobody may.
+    holder: int | None = None
+    lease_until: int = 0
+    claimed: bool = False
+    attempt: int = 0
+    failures: int = 0
+    replay_count: int = 0
+    kept_until: int | None = None
+    body_until: int = 0
+    body: bool = True
+    result: bytes | None = None
+
+    def allows(self, record: Record, now: int) -> bool:
+        """Whether this is what the store may show of it now; remembers the fence."""
+        between = self.state is State.LEASED and self.lease_until <= now
+        state = record.state in (State.LEASED, State.SCHEDULED) if between else record.state is self.state
+        shown = (record.attempt, record.replay_count, record.kept_until, record.result)
+        body = (record.envelope.payload_inline is not None) is self.body
+        risen, self.fence = record.fence >= self.fence, max(self.fence, record.fence)
+        return state and body and risen and shown == (self.attempt, self.replay_count, self.kept_until, self.result)
+
+
+@dataclass(slots=True)
+class _Key:
+    message_id: str
+    fingerprint: bytes
+    expires_at: int | None
+
+
+@dataclass(slots=True)
+class Model:
+    """All messages of one queue and one type, and the keys they hold."""
+
+    now: int = 0
+    messages: dict[str, Message] = field(default_factory=dict)
+    keys: dict[tuple[str, str], _Key] = field(default_factory=dict)
+
+    # put
+
+    def put(self, e: Envelope, options: PutOptions) -> Stored:
+        """Answer as the table of the second send says; the idempotency key is asked first."""
+        named = [(IDEMPOTENCY, e.idempotency_key)] if e.keyed else []
+        named += [(DEDUPLICATION, e.deduplication_key)] if e.deduplication_key is not None else []
+        for kind, key in named:
+            held = self._held(kind, key, e.id)
+            if held is None:
+                continue
+            first = self.messages[held.message_id]
+            if held.message_id == e.id:
+                return Stored(e.id, first.state)
+            if kind == IDEMPOTENCY and held.fingerprint != e.fingerprint:
+                return Stored(held.message_id, first.state, clash=True)
+            if options.if_dead == "redrive":
+                self.redrive(held.message_id)
+            return Stored(held.message_id, first.state, duplicate=True)
+        for kind, key in named:
+            expires_at = self.now + e.deduplicate_for if kind == DEDUPLICATION else None
+            self.keys[kind, key] = _Key(e.id, e.fingerprint, expires_at)
+        self.messages.setdefault(e.id, Message(e, e.due_at or self.now + e.delay))
+        return Stored(e.id, self.messages[e.id].state)
+
+    def _held(self, kind: str, key: str, by: str) -> _Key | None:
+        """Return the key if somebody still has it."""
+        held = self.keys.get((kind, key))
+        if held is None or held.message_id not in self.messages:
+            return None
+        if held.expires_at is not None:
+            over = held.expires_at <= self.now
+        else:
+            kept_until = self.messages[held.message_id].kept_until
+            over = kept_until is not None and kept_until <= self.now
+        return None if over and held.message_id != by else held
+
+    # claim
+
+    def claimable(self) -> list[Message]:
+        """Return what a claim may take, the longest due first."""
+        return sorted((m for m in self.messages.values() if self._free(m)), key=lambda m: m.due_at)
+
+    def _free(self, m: Message) -> bool:
+        if m.state is State.LEASED:
+            return m.lease_until <= self.now
+        return m.state is State.SCHEDULED and m.due_at <= self.now
+
+    def claim(self, leases: Sequence[Lease], limit: int, seconds: float) -> None:
+        """Check that a claim of the store was right, and follow it; which of two equally due goes first is free."""
+        free = self.claimable()
+        taken = [self.messages[lease.id] for lease in leases]
+        assert len(leases) == min(limit, len(free)) == len({lease.id for lease in leases})
+        assert all(self._free(m) for m in taken)
+        assert [m.due_at for m in taken] == [m.due_at for m in free[: len(taken)]]
+        for lease, m in zip(leases, taken, strict=True):
+            assert lease.fence > m.fence
+            assert (lease.attempt, lease.replay_count) == (m.attempt + 1, m.replay_count)
+            m.state, m.fence, m.holder, m.claimed = State.LEASED, lease.fence, lease.fence, True
+            m.lease_until = self.now + round(seconds * MICROSECONDS)
+
+    def extend(self, lease: Lease, held: bool, seconds: float) -> None:
+        """Follow an extension; one of a lease that ran out may succeed or not as long as nobody took it over."""
+        m = self.messages.get(lease.id)
+        holds = m is not None and m.holder == lease.fence
+        if m is None or not holds or m.lease_until > self.now:
+            assert held is holds
+        if m is not None and held:
+            m.lease_until = self.now + round(seconds * MICROSECONDS)
+
+    # settle
+
+    def settle(self, lease: Lease, outcome: Outcome) -> bool:
+        """Say whether it wins, and follow it if so."""
+        m = self.messages.get(lease.id)
+        if m is None or m.holder != lease.fence:
+            return False
+        m.holder = None
+        if isinstance(outcome, Done | Dead):
+            m.state = State.DONE if isinstance(outcome, Done) else State.DEAD
+            m.kept_until = self.now + round(outcome.key_window * MICROSECONDS)
+            m.body_until = self.now + round(outcome.body_retention * MICROSECONDS)
+            m.result = outcome.result if isinstance(outcome, Done) else None
+        else:
+            m.state = State.SCHEDULED
+            m.fence += 1
+        if isinstance(outcome, Again):
+            m.due_at = self.now + round(outcome.delay * MICROSECONDS)
+        counted = isinstance(outcome, Dead) or (isinstance(outcome, Again) and outcome.counted)
+        m.attempt = lease.attempt if counted else lease.attempt - 1
+        if not isinstance(outcome, Done | HandBack) and outcome.failure is not None:
+            m.failures += 1
+        for child in outcome.sends if isinstance(outcome, Done) else ():
+            self.put(child, PutOptions())
+        return True
+
+    # operators
+
+    def redrive(self, id_: str) -> bool:
+        """Reopen a dead letter whose body and key are still its own."""
+        m = self.messages.get(id_)
+        if m is None or m.state is not State.DEAD or not m.body or (m.kept_until or 0) <= self.now:
+            return False
+        m.state, m.due_at, m.attempt, m.kept_until = State.SCHEDULED, self.now, 0, None
+        m.replay_count += 1
+        m.fence += 1
+        return True
+
+    def discard(self, id_: str) -> bool:
+        """Close a dead letter for good; its key is free."""
+        m = self.messages.get(id_)
+        if m is None or m.state is not State.DEAD:
+            return False
+        m.state, m.kept_until, m.body_until = State.DISCARDED, self.now, self.now
+        m.fence += 1
+        return True
+
+    def cancel(self, id_: str) -> bool:
+        """Take a living message back; its key is free if it was never claimed."""
+        m = self.messages.get(id_)
+        if m is None or m.state.ended:
+            return False
+        m.state, m.holder = State.CANCELLED, None
+        m.kept_until = m.body_until = self.now + (round(limits.KEY_WINDOW * MICROSECONDS) if m.claimed else 0)
+        m.fence += 1
+        return True
+
+    def purge(self) -> None:
+        """Remove everything that has outlived its time."""
+        for id_, m in list(self.messages.items()):
+            if m.kept_until is not None and m.kept_until <= self.now:
+                del self.messages[id_]
+            elif m.kept_until is not None and m.body_until <= self.now:
+                m.body = False
+        for name, key in list(self.keys.items()):
+            expired = key.expires_at is not None and key.expires_at <= self.now
+            if expired or (key.expires_at is None and key.message_id not in self.messages):
+                del self.keys[name]

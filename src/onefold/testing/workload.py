@@ -1,0 +1,229 @@
+"""What the inhabitants of a simulated world do: handlers that misbehave, producers that repeat themselves, operators.
+
+Everything here uses onefold as any program would; it notes in the journal what it asked for and was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import suppress
+from typing import Protocol
+
+from onefold.app import App
+from onefold.errors import Reject, Retry, Snooze, StoreUnavailableError
+from onefold.inspection import DeadLetter
+from onefold.registry import Task
+from onefold.retry import RetryPolicy
+from onefold.store import Query, Record
+from onefold.testing.checker import Journal
+from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
+from onefold.transaction import Context
+
+#: The world's own tables: what handlers do, and what producers write together with what they send.
+TABLES = (
+    "CREATE TABLE effect (number INTEGER PRIMARY KEY, key TEXT, message TEXT, fence INTEGER, position INTEGER)",
+    "CREATE TABLE orders (key TEXT PRIMARY KEY)",
+)
+
+#: Which tasks send a message of which other task when they succeed.
+CHILDREN = {"relay": "child", "relay-now": "child", "parent": "derived"}
+#: Tasks that leave nothing behind but what they send.
+WITHOUT_EFFECT = ("relay", "relay-now")
+
+_KINDS = ("write", "order", "relay", "relay-now", "parent")
+#: How often the handler of one message may misbehave, so that every world comes to an end.
+_MISDEEDS_MAX = 3
+
+
+class Surroundings(Protocol):
+    """What the inhabitants need of their world."""
+
+    loop: SimulatedLoop
+    chance: random.Random
+    journal: Journal
+    calm: bool
+    lease: float
+
+    def log(self, process: Process | None, event: str) -> None: ...
+
+
+class _AbandonedError(Exception):
+    """A producer changed its mind inside a transaction."""
+
+
+#: The tasks by name; each takes the key of its work.
+Tasks = dict[str, Task[[str], str]]
+
+
+def key_of(record: Record) -> str:
+    """Name the work of a message as journal and effects do."""
+    return f"{record.envelope.message_type}:{record.envelope.subject}"
+
+
+class Workload:
+    """Everything that is to be done in one world."""
+
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+        chance = world.chance
+        self.todo = [
+            (kind, f"k{number}")
+            for number, kind in enumerate(chance.choices(_KINDS, k=chance.randint(2, 4)))
+            for _ in range(chance.randint(1, 3))
+        ]
+        #: Messages an operator tried to take back or discard: they may be gone.
+        self.given_up: dict[str, str] = {}
+        self._misdeeds: Counter[str] = Counter()
+
+    # handlers
+
+    async def before_effect(self, ctx: Context) -> None:
+        """Do what handlers do before they write: work, wait, fail."""
+        roll = self._roll(ctx)
+        chance, clock = self._world.chance, self._clock
+        if roll == "fail":
+            raise ValueError("the handler fails")
+        if roll == "retry":
+            raise Retry(after=chance.uniform(0.1, 1.0))
+        if roll == "snooze":
+            raise Snooze(after=chance.uniform(0.1, 1.0))
+        if roll == "reject":
+            raise Reject("the handler rejects")
+        if roll == "long":
+            await clock.sleep(chance.uniform(0.5, 2.5) * self._world.lease)
+        elif roll == "short":
+            await clock.sleep(chance.uniform(0.0, 0.2))
+        elif roll == "check":
+            await ctx.check()
+
+    async def effect(self, ctx: Context, key: str) -> None:
+        """Write the effect, and sometimes fail or wait afterwards with the transaction open."""
+        name = f"{ctx.message.message_type}:{key}"
+        # The first statement takes SQLite's only write lock: from here to the commit no claim can come in between.
+        await ctx.execute("UPDATE effect SET number = number WHERE number < 0")
+        position = len(self._world.journal.entries)
+        await ctx.execute(
+            "INSERT INTO effect (key, message, fence, position) VALUES (?, ?, ?, ?)",
+            name, ctx.message.id, ctx.fence, position,
+        )  # fmt: skip
+        roll = self._roll(ctx)
+        if roll == "fail":
+            raise ValueError("the handler fails after its write")
+        if roll == "short":
+            await self._clock.sleep(self._world.chance.uniform(0.0, 0.2))
+        elif roll == "long" and self._world.chance.random() < 0.1:
+            await self._clock.sleep(2.5)  # longer than a handler's transaction may stay open
+
+    def _roll(self, ctx: Context) -> str:
+        roll = self._world.chance.choice(["fail", "retry", "snooze", "reject", "long", "short", "check", *[""] * 5])
+        if self._world.calm or self._misdeeds[ctx.message.id] >= _MISDEEDS_MAX:
+            return ""
+        self._misdeeds[ctx.message.id] += bool(roll)
+        if roll:
+            self._world.log(None, f"handler of {ctx.message.message_type}:{ctx.message.subject}: {roll}")
+        return roll
+
+    @property
+    def _clock(self) -> SimulatedClock:
+        return SimulatedClock(self._world.loop, Process("handler"))
+
+    # producers
+
+    async def produce(self, tasks: Tasks, app: App, process: Process) -> None:
+        """Send what is to be sent, in any order, some of it twice at once; who is not answered sends again."""
+        clock = SimulatedClock(self._world.loop, process)
+        while self.todo and not self._world.calm:
+            await clock.sleep(self._world.chance.uniform(0.0, 1.0))
+            if not self.todo:
+                return
+            item = self._world.chance.choice(self.todo)
+            times = self._world.chance.choice([1, 1, 2])
+            answers = await asyncio.gather(*(self._send(tasks, app, process, *item) for _ in range(times)))
+            if any(answers):
+                with suppress(ValueError):
+                    self.todo.remove(item)
+
+    async def _send(self, tasks: Tasks, app: App, process: Process, kind: str, key: str) -> bool:
+        journal, name = self._world.journal, f"{kind}:{key}"
+        task = tasks[kind]
+        journal.invoke(process.name, name)
+        try:
+            if kind != "order":
+                receipt = await app.dispatch(task.call(key))
+            else:
+                async with app.transaction() as transaction:
+                    await transaction.execute("INSERT INTO orders VALUES (?) ON CONFLICT DO NOTHING", key)
+                    receipt = transaction.send(task, key)
+                    if self._world.chance.random() < 0.2:
+                        raise _AbandonedError
+        except StoreUnavailableError:
+            journal.unknown(process.name, name)
+            return False
+        except _AbandonedError:
+            journal.fail(process.name, name)
+            return False
+        journal.ok(process.name, name, receipt.id)
+        self._world.log(process, f"sent {name} as {receipt.id} duplicate={receipt.duplicate}")
+        return True
+
+    # operators
+
+    async def operate(self, app: App, process: Process) -> None:
+        """Redrive, discard and cancel what comes to hand."""
+        clock = SimulatedClock(self._world.loop, process)
+        while not self._world.calm:
+            await clock.sleep(self._world.chance.uniform(0.2, 3.0))
+            with suppress(StoreUnavailableError):
+                await self._act(app, process)
+
+    async def _act(self, app: App, process: Process) -> None:
+        chance = self._world.chance
+        letters: list[DeadLetter] = [letter async for letter in app.dead_letters()]
+        roll = chance.random()
+        if letters and roll < 0.7:
+            letter = chance.choice(letters)
+            if roll < 0.1:
+                self.given_up[letter.id] = f"{letter.message.message_type}:{letter.message.subject}"
+                done = await letter.discard(actor="simulation", reason="chance")
+            else:
+                done = await letter.redrive(actor="simulation", reason="chance")
+            self._world.log(process, f"{'discard' if roll < 0.1 else 'redrive'} {letter.id} {done}")
+        elif roll > 0.8 and (records := await app.find(Query())):
+            record = chance.choice(records)
+            if not record.state.ended:
+                self.given_up[record.envelope.id] = key_of(record)
+                done = await app.cancel(record.envelope.id, actor="simulation", reason="chance")
+                self._world.log(process, f"cancel {record.envelope.id} {done}")
+
+
+def declare(app: App) -> Tasks:
+    """Declare every task; the handlers find the world they are in among their resources."""
+    retry = RetryPolicy(max_attempts=3, base=0.3, cap=2.0)
+
+    async def write(ctx: Context, key: str) -> str:
+        work: Workload = ctx.resources
+        await work.before_effect(ctx)
+        await work.effect(ctx, key)
+        return key
+
+    async def relay(ctx: Context, key: str) -> str:
+        work: Workload = ctx.resources
+        await work.before_effect(ctx)
+        ctx.send(child, key)
+        return key
+
+    async def parent(ctx: Context, key: str) -> str:
+        ctx.send(derived, key)
+        return await write(ctx, key)
+
+    child = app.task(name="child", key="{key}", subject="{key}", retry=retry)(write)
+    derived = app.task(name="derived", subject="{key}", retry=retry)(write)
+    named = {"write": write, "order": write, "relay": relay, "relay-now": relay, "parent": parent}
+    return {
+        name: app.task(
+            name=name, key="{key}", subject="{key}", retry=retry, settle="now" if name == "relay-now" else "batch"
+        )(function)
+        for name, function in named.items()
+    }

@@ -1,0 +1,72 @@
+"""One app on one store, opened for the length of a scenario, with a clock that the test owns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from onefold import App, Receipt
+from onefold.store import Query, Record
+from onefold.testing import HastyClock
+
+#: A scenario takes milliseconds; one that waits for something that never comes ends here.
+SECONDS_MAX = 60
+
+
+class Bench:
+    """An app to declare tasks on, and a table ``effect`` for what its handlers do."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.clock = HastyClock()
+        self.app = App(url, clock=self.clock)
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        """Open the app, run the scenario in it, close the app."""
+        asyncio.run(self._within(scenario))
+
+    async def _within(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        async with asyncio.timeout(SECONDS_MAX):
+            await self.app.migrate()
+            async with self.app:
+                async with self.app.transaction() as tx:
+                    await tx.execute("CREATE TABLE effect (name TEXT NOT NULL)")
+                await scenario()
+
+    async def work(self) -> int:
+        """Handle what is due."""
+        return await self.app.work(until_idle=True)
+
+    def sql(self, statement: str) -> str:
+        """Write a statement with the placeholders of this store's driver."""
+        return statement if self.url.startswith("sqlite") else statement.replace("?", "%s")
+
+    async def insert(self, inside: Any, name: str) -> None:
+        """Leave an effect behind, through a context or a transaction."""
+        await inside.execute(self.sql("INSERT INTO effect (name) VALUES (?)"), name)
+
+    async def effects(self) -> list[str]:
+        """Return the effects that were committed."""
+        return [row[0] for row in await self.app.store.fetch("SELECT name FROM effect ORDER BY name")]
+
+    async def record(self, receipt: Receipt[Any]) -> Record:
+        """Return where a message stands."""
+        return (await self.app.find(Query(ids=(receipt.id,))))[0]
+
+    async def messages(self) -> list[Record]:
+        """Return all messages, oldest first."""
+        return await self.app.find(Query())
+
+    async def purge(self) -> None:
+        """Remove what has outlived its time, as a worker does every minute."""
+        async with self.app.store.transaction() as transaction:
+            await transaction.purge()
+
+
+@pytest.fixture
+def bench(store_url: str) -> Bench:
+    """Each store in turn."""
+    return Bench(store_url)
