@@ -91,6 +91,10 @@ async def run_block(block: Block, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def save(name: str, text: str) -> None:
+    Path(name).write_text(text)
+
+
 async def run_page(blocks: list[Block]) -> None:
     """Run a page from top to bottom.
 
@@ -100,7 +104,7 @@ async def run_page(blocks: list[Block]) -> None:
     for block in blocks:
         files = [word for word in block.words if word.endswith(".py")]
         if files:
-            Path(files[0]).write_text(block.text)
+            save(files[0], block.text)
             continue
         if "fresh" in block.words:
             await close_apps(namespace)

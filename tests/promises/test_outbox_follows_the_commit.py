@@ -46,13 +46,16 @@ def test_a_transaction_that_raises_leaves_neither_rows_nor_messages(world: World
     app = world.app()
     receipt = declare_receipt(world, app)
 
+    async def place_an_order_and_fail() -> None:
+        async with app.transaction() as tx:
+            await tx.execute(world.insert_effect, "order-7")
+            tx.send(receipt, "order-7")
+            raise RuntimeError("changed my mind")
+
     async def scenario() -> None:
         async with world.running(app):
             with pytest.raises(RuntimeError, match="changed my mind"):
-                async with app.transaction() as tx:
-                    await tx.execute(world.insert_effect, "order-7")
-                    tx.send(receipt, "order-7")
-                    raise RuntimeError("changed my mind")
+                await place_an_order_and_fail()
             assert await app.find(Query()) == []
             assert await world.effects(app) == []
 
@@ -63,12 +66,15 @@ def test_awaiting_send_inside_a_transaction_joins_it(world: World) -> None:
     app = world.app()
     receipt = declare_receipt(world, app)
 
+    async def send_and_fail() -> None:
+        async with app.transaction():
+            await receipt.send("order-7")
+            raise RuntimeError("changed my mind")
+
     async def scenario() -> None:
         async with world.running(app):
-            with pytest.raises(RuntimeError):
-                async with app.transaction():
-                    await receipt.send("order-7")
-                    raise RuntimeError
+            with pytest.raises(RuntimeError, match="changed my mind"):
+                await send_and_fail()
             assert await app.find(Query()) == []
 
     asyncio.run(scenario())
@@ -80,13 +86,16 @@ def test_a_key_that_belongs_to_another_payload_takes_the_whole_transaction_back(
     @app.task(key="{order}")
     async def charge(order: str, cents: int) -> None: ...
 
+    async def send_another_amount() -> None:
+        async with app.transaction() as tx:
+            await tx.execute(world.insert_effect, "order-7")
+            tx.send(charge, "order-7", 900)
+
     async def scenario() -> None:
         async with world.running(app):
             await charge.send("order-7", 500)
             with pytest.raises(KeyReuseError):
-                async with app.transaction() as tx:
-                    await tx.execute(world.insert_effect, "order-7")
-                    tx.send(charge, "order-7", 900)
+                await send_another_amount()
             assert await world.effects(app) == []
 
     asyncio.run(scenario())

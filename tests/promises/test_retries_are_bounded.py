@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def test_a_failing_message_runs_five_times_and_then_is_a_dead_letter(world: Worl
             assert (await world.record(app, receipt)).state is State.DEAD
 
     asyncio.run(scenario())
-    waits = [later - earlier for earlier, later in zip(ran_at, ran_at[1:], strict=False)]
+    waits = [later - earlier for earlier, later in itertools.pairwise(ran_at)]
     assert len(ran_at) == 5
     for wait, full in zip(waits, (5, 10, 20, 40), strict=True):
         assert full / 2 <= wait <= full + 1

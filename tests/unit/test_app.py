@@ -16,16 +16,13 @@ import pytest
 
 from onefold import (
     App,
-    CancelledMessageError,
     ConfigurationError,
     Context,
-    DeadError,
     Envelope,
     EnvelopeError,
     HandlerError,
     KeyReuseError,
     Reject,
-    ResultTimeoutError,
     StoreError,
     TransactionOpenError,
 )
@@ -230,14 +227,17 @@ def test_rows_and_messages_of_a_transaction_commit_together_or_not_at_all(bench:
     @bench.app.task
     async def ping(number: int) -> None: ...
 
+    async def fails() -> None:
+        async with bench.app.transaction() as tx:
+            await bench.insert(tx, "undone")
+            tx.send(ping, 1)
+            tx.send_many([ping.call(2)])
+            await ping.send(3)
+            raise ZeroDivisionError
+
     async def scenario() -> None:
         with pytest.raises(ZeroDivisionError):
-            async with bench.app.transaction() as tx:
-                await bench.insert(tx, "undone")
-                tx.send(ping, 1)
-                tx.send_many([ping.call(2)])
-                await ping.send(3)
-                raise ZeroDivisionError
+            await fails()
         assert (await bench.effects(), await bench.messages()) == ([], [])
         async with bench.app.transaction() as tx:
             await bench.insert(tx, "kept")
@@ -258,13 +258,16 @@ def test_a_clash_of_keys_takes_the_whole_transaction_back(bench: Bench) -> None:
     @bench.app.task(key="{number}")
     async def ping(number: int, text: str) -> None: ...
 
+    async def clashes() -> None:
+        async with bench.app.transaction() as tx:
+            await bench.insert(tx, "undone")
+            tx.send(ping, 2, "b")
+            tx.send(ping, 1, "other")
+
     async def scenario() -> None:
         first = await ping.send(1, "a")
         with pytest.raises(KeyReuseError) as refused:
-            async with bench.app.transaction() as tx:
-                await bench.insert(tx, "undone")
-                tx.send(ping, 2, "b")
-                tx.send(ping, 1, "other")
+            await clashes()
         assert refused.value.first_id == first.id
         assert (await bench.effects(), len(await bench.messages())) == ([], 1)
 
@@ -333,74 +336,5 @@ def test_a_send_that_is_not_awaited_is_reported(bench: Bench) -> None:
             gc.collect()
         assert any("never awaited" in str(one.message) for one in caught)
         assert await bench.messages() == []
-
-    bench.run(scenario)
-
-
-# results
-
-
-def test_a_result_is_waited_for_and_then_the_same_for_everybody(bench: Bench) -> None:
-    """B17, B24: also for a sender that comes while it runs."""
-    may_end = asyncio.Event()
-
-    @bench.app.task(key="{number}")
-    async def double(number: int) -> int:
-        await may_end.wait()
-        return number * 2
-
-    async def scenario() -> None:
-        first = await double.send(21)
-        waiting = asyncio.create_task(first.result())
-        working = asyncio.create_task(bench.work())
-        second = await double.send(21)
-        assert second.duplicate
-        may_end.set()
-        assert await waiting == await second.result() == 42
-        await working
-
-    bench.run(scenario)
-
-
-def test_a_result_that_does_not_come_in_time_is_a_timeout_and_changes_nothing(bench: Bench) -> None:
-    """G5."""
-
-    @bench.app.task
-    async def ping() -> str:
-        return "pong"
-
-    async def scenario() -> None:
-        sent = await ping.send()
-        for timeout in (0, 1.5):
-            with pytest.raises(ResultTimeoutError, match=sent.id):
-                await sent.result(timeout=timeout)
-        await bench.work()
-        assert await sent.result(timeout=0) == "pong"
-
-    bench.run(scenario)
-
-
-def test_no_result_comes_of_a_dead_or_a_cancelled_message(bench: Bench) -> None:
-    """C9, G4: the two are told apart."""
-
-    @bench.app.task
-    async def refuse() -> None:
-        raise Reject("never")
-
-    async def scenario() -> None:
-        dead = await refuse.send()
-        await bench.work()
-        with pytest.raises(DeadError, match="never") as raised:
-            await dead.result()
-        assert (raised.value.message_id, raised.value.reason, raised.value.error_type) == (
-            dead.id,
-            "rejected",
-            "onefold.errors.Reject",
-        )
-        cancelled = await refuse.send()
-        assert await bench.app.cancel(cancelled.id, actor="ada", reason="not wanted")
-        assert not await bench.app.cancel(cancelled.id, actor="ada", reason="twice")
-        with pytest.raises(CancelledMessageError):
-            await cancelled.result()
 
     bench.run(scenario)

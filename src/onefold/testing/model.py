@@ -166,8 +166,7 @@ class Model:
         if m is None or m.state is not State.DEAD or not m.body or (m.kept_until or 0) <= self.now:
             return False
         m.state, m.due_at, m.attempt, m.kept_until = State.SCHEDULED, self.now, 0, None
-        m.replay_count += 1
-        m.fence += 1
+        m.replay_count, m.fence = m.replay_count + 1, m.fence + 1
         return True
 
     def discard(self, id_: str) -> bool:
@@ -175,8 +174,7 @@ class Model:
         m = self.messages.get(id_)
         if m is None or m.state is not State.DEAD:
             return False
-        m.state, m.kept_until, m.body_until = State.DISCARDED, self.now, self.now
-        m.fence += 1
+        m.state, m.kept_until, m.body_until, m.fence = State.DISCARDED, self.now, self.now, m.fence + 1
         return True
 
     def cancel(self, id_: str) -> bool:
@@ -184,9 +182,8 @@ class Model:
         m = self.messages.get(id_)
         if m is None or m.state.ended:
             return False
-        m.state, m.holder = State.CANCELLED, None
+        m.state, m.holder, m.fence = State.CANCELLED, None, m.fence + 1
         m.kept_until = m.body_until = self.now + (round(limits.KEY_WINDOW * MICROSECONDS) if m.claimed else 0)
-        m.fence += 1
         return True
 
     def purge(self) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import apsw
 
 from onefold.app import App
 from onefold.clock import MICROSECONDS
-from onefold.errors import StoreUnavailableError
+from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.store import Lease, Query, Record, State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.session import Session
@@ -81,10 +82,23 @@ class Result:
         return f"seed {self.seed}:\n{self.report}\nreplay with: python -m onefold.testing.simulation --seed {self.seed}"
 
 
+class _MortalStore(SQLiteStore):
+    """A store that knows its connections, so that they can be cut."""
+
+    def _connect(self) -> apsw.Connection:
+        connection = super()._connect()
+        self.connections.append(connection)
+        return connection
+
+    @cached_property
+    def connections(self) -> list[apsw.Connection]:
+        return []
+
+
 class SimulatedStore(FaultyStore):
     """The store of one pretended process; dies with it."""
 
-    def __init__(self, inner: SQLiteStore, world: World, process: Process, clock: SimulatedClock) -> None:
+    def __init__(self, inner: _MortalStore, world: World, process: Process, clock: SimulatedClock) -> None:
         super().__init__(inner, clock=clock)
         self._sqlite = inner
         self._world = world
@@ -133,9 +147,8 @@ class SimulatedStore(FaultyStore):
 
     def break_off(self) -> None:
         """Close the file without a goodbye, as the kernel does for a killed process."""
-        for session in (getattr(self._sqlite, "_writer", None), getattr(self._sqlite, "_reader", None)):
-            if session is not None:
-                session.connection.close(True)
+        for connection in self._sqlite.connections:
+            connection.close(True)
 
 
 class World:
@@ -236,7 +249,7 @@ class World:
     def app(self, process: Process) -> App:
         """Make the app of one process, with a connection and a clock of its own."""
         clock = SimulatedClock(self.loop, process)
-        inner = SQLiteStore(str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT)
+        inner = _MortalStore(str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT)
         store = SimulatedStore(inner, self, process, clock)
         self._stores.append(store)
         app = App(store=store, clock=clock, chance=random.Random(self.chance.getrandbits(64)))
@@ -253,7 +266,8 @@ class World:
         await self.work.produce(self._tasks, app, process)
 
     async def _operator(self, app: App, process: Process) -> None:
-        await self.work.operate(app, process)
+        """A producer with an operator's hands: opening a process for each would make the worlds slow."""
+        await asyncio.gather(self.work.produce(self._tasks, app, process), self.work.operate(app, process))
 
     # the whole
 
@@ -261,7 +275,7 @@ class World:
         """Run this world to its end and check it."""
         try:
             self.loop.run_until_complete(self._everything())
-        except RuntimeError as error:
+        except (RuntimeError, OnefoldError) as error:
             self._problems.append(Violation("stuck", "world", (), str(error)))
         report = self.check()
         self.calm = True
@@ -272,7 +286,8 @@ class World:
         return Result(self.seed, report, self.history)
 
     async def _everything(self) -> None:
-        for role in ("worker",) * self.chance.randint(2, 3) + ("producer",) * 2 + ("operator",):
+        producers = self.chance.choice(["producer", "operator"]), self.chance.choice(["producer", "operator"])
+        for role in ("worker",) * self.chance.randint(2, 3) + producers:
             self._begin(role)
         outside = Process("world")
         await SimulatedClock(self.loop, outside).sleep(ACTIVE_SECONDS)
@@ -290,10 +305,11 @@ class World:
         clock = SimulatedClock(self.loop, Process("world"))
         for store in self._stores:
             self.loop.resume(store._process)
-        for app in self._apps.values():
-            app.stop_working()
         left = {task for name, task in self._lives.items() if name in self._apps and not task.done()}
         while left and self.loop.time() < ACTIVE_SECONDS + 120:
+            # Said again and again, because a worker that is only just starting does not hear it.
+            for app in self._apps.values():
+                app.stop_working()
             await clock.sleep(1.0)
             left = {task for task in left if not task.done()}
         if left:

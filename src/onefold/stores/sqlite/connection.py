@@ -21,8 +21,8 @@ Trace = Callable[[Literal["before", "after"], str], None]
 
 #: Other processes hold the write lock for a millisecond or so: look again this often.
 _BUSY_PAUSE_SECONDS = 0.0005
-#: Block the thread for this long at most; after that the wait goes on without blocking anybody.
-_BUSY_LOOKS = 200
+#: Ten seconds of looking; after that something is wrong with the other process.
+_BUSY_LOOKS = 20_000
 
 #: On these file systems locks or shared memory do not work between machines, and the file would be damaged.
 _NETWORK_FILE_SYSTEMS = {

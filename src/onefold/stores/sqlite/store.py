@@ -6,7 +6,6 @@ Processes take turns through SQLite's own lock.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -35,7 +34,6 @@ from onefold.store import (
     State,
     Stored,
 )
-from onefold.stores.coalesce import Coalescer
 from onefold.stores.sqlite.connection import (
     InlineRunner,
     Runner,
@@ -48,16 +46,9 @@ from onefold.stores.sqlite.connection import (
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.wake import Wake
+from onefold.stores.sqlite.writer import InlineWriter, ThreadWriter, Turn
 
 Answer = TypeVar("Answer")
-_Operation = Callable[[Session], Any]
-
-#: Wait this long for the write lock of another process before giving up.
-BUSY_SECONDS_MAX = 10.0
-#: Look for it this often once blocking in the thread has not helped.
-_BUSY_SLEEP_SECONDS = 0.005
-#: Calls that share one commit; more would make the first of them wait.
-_OPERATIONS_MAX = 1_000
 
 _KEEP = PutOptions()
 
@@ -65,9 +56,11 @@ _KEEP = PutOptions()
 class SQLiteTransaction:
     """One open transaction on the writer's connection."""
 
-    def __init__(self, store: SQLiteStore, session: Session) -> None:
+    def __init__(self, store: SQLiteStore, turn: Turn, session: Session) -> None:
         self._store = store
+        self._turn = turn
         self._session = session
+        self.brings_work = False
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self.over = False
 
@@ -85,21 +78,21 @@ class SQLiteTransaction:
     ) -> list[tuple[Any, ...]]:
         self._refuse_late()
         try:
-            return await self._store.on_writer(self._session.execute, statement, parameters)
+            return await self._turn.run(self._session.execute, statement, parameters)
         except (apsw.BusyError, apsw.FullError, apsw.IOError) as error:
             # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
             raise translated(error, self._store.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
-        self._store.ring_at_commit = True
+        self.brings_work = True
         return await self._run(self._session.put, envelopes, options)
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        self._store.ring_at_commit = self._store.ring_at_commit or _may_bring_work(settlements)
+        self.brings_work = self.brings_work or _may_bring_work(settlements)
         return await self._run(self._session.settle, settlements)
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
-        self._store.ring_at_commit = True
+        self.brings_work = True
         return await self._run(self._session.move, list(ids), to, act)
 
     async def register(
@@ -114,7 +107,7 @@ class SQLiteTransaction:
     async def _run(self, function: Callable[..., Answer], *args: Any) -> Answer:
         self._refuse_late()
         try:
-            return await self._store.on_writer(function, *args)
+            return await self._turn.run(function, *args)
         except apsw.Error as error:
             raise translated(error, self._store.path) from error
 
@@ -145,7 +138,6 @@ class SQLiteStore:
         self._trace = trace
         self._memory = path == ":memory:"
         self._opened = False
-        self.ring_at_commit = False
         power = synchronous in ("FULL", "EXTRA") and not self._memory
         self.capabilities = Capabilities(
             transactional=True,
@@ -159,17 +151,15 @@ class SQLiteStore:
             return
         if not self._memory:
             refuse_unsafe_file(self.path)
-        self._turn = asyncio.Lock()
         self._wake = Wake(self.path, between_processes=not self._inline and not self._memory)
-        self._writing: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-writer")
+        self._writer = (InlineWriter if self._inline else ThreadWriter)(self._connect, self._clock)
         self._reading: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
-        self._writes: Coalescer[_Operation, Any] = Coalescer(self._flush, most=_OPERATIONS_MAX)
+        self._reader: Session | None = None
         self._opened = True
         try:
-            self._writer = Session(await self._writing.run(self._connect), self._clock)
+            await self._writer.open()
             await self.migrate()
             await self._write(self._release_after_boot)
-            self._reader = self._writer
             if not self._memory:
                 self._reader = Session(await self._reading.run(self._connect), self._clock)
         except BaseException:
@@ -183,15 +173,11 @@ class SQLiteStore:
         if not self._opened:
             return
         self._opened = False
-        await self._writes.close()
         self._wake.close()
-        for session, runner in (
-            (getattr(self, "_reader", None), self._reading),
-            (getattr(self, "_writer", None), self._writing),
-        ):
-            if session is not None:
-                await runner.run(session.connection.close)
-            runner.close()
+        await self._writer.close()
+        if self._reader is not None:
+            await self._reading.run(self._reader.connection.close)
+        self._reading.close()
 
     async def migrate(self) -> list[str]:
         await self.open()
@@ -207,12 +193,6 @@ class SQLiteStore:
 
     # writing
 
-    async def on_writer(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        """Run a call on the writer's connection; only whoever holds the turn may."""
-        if not self._opened:
-            raise StoreError("the store is closed; use it inside `async with app`")
-        return await self._writing.run(function, *args)
-
     @asynccontextmanager
     async def transaction(self, connection: Any = None) -> AsyncIterator[SQLiteTransaction]:
         if connection is not None:
@@ -220,74 +200,34 @@ class SQLiteStore:
                 f"the SQLite store cannot join a {type(connection).__module__} connection; use app.transaction() and "
                 "its execute(), so that one SQLite library writes the file"
             )
-        if not self._opened:
-            raise StoreError("the store is closed; use it inside `async with app`")
-        async with self._turn:
-            self.ring_at_commit = False
-            opened = SQLiteTransaction(self, self._writer)
-            try:
-                # A caller who is cancelled here does not stop the thread: it may still begin, so it must also end.
-                await self._begin()
-                yield opened
-            except BaseException:
-                opened.over = True
-                await self.on_writer(self._end, "ROLLBACK")
-                raise
+        self._refuse_closed()
+        turn = self._writer.turn()
+        opened = SQLiteTransaction(self, turn, self._writer.session)
+        try:
+            yield opened
+        except BaseException:
             opened.over = True
-            try:
-                await self.on_writer(self._end, "COMMIT")
-            except apsw.Error as error:
-                raise translated(error, self.path) from error
-        if self.ring_at_commit:
+            await turn.end("ROLLBACK")
+            raise
+        opened.over = True
+        try:
+            await turn.end("COMMIT")
+        except apsw.Error as error:
+            raise translated(error, self.path) from error
+        if opened.brings_work:
             self._wake.ring()
 
-    async def _begin(self) -> None:
-        await self._patiently(lambda: self._writer.execute("BEGIN IMMEDIATE"))
-
-    def _end(self, statement: str) -> None:
-        """Commit or roll back; after any failure nothing of the transaction is left behind."""
-        connection = self._writer.connection
-        try:
-            if connection.in_transaction:
-                connection.execute(statement)
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+    def _refuse_closed(self) -> None:
+        if not self._opened:
+            raise StoreError("the store is closed; use it inside `async with app`")
 
     async def _write(self, operation: Callable[[Session], Answer]) -> Answer:
         """Run one operation in a transaction that concurrent callers share; durable when it returns."""
-        if not self._opened:
-            raise StoreError("the store is closed; use it inside `async with app`")
-        answer: Answer = (await self._writes.add([operation]))[0]
-        return answer
-
-    async def _flush(self, operations: list[_Operation]) -> list[Any]:
-        async with self._turn:
-            return await self._patiently(partial(self._together, operations))
-
-    def _together(self, operations: list[_Operation]) -> list[Any]:
-        self._writer.connection.execute("BEGIN IMMEDIATE")
+        self._refuse_closed()
         try:
-            answers = [operation(self._writer) for operation in operations]
-            self._writer.connection.execute("COMMIT")
-        except BaseException:
-            self._end("ROLLBACK")
-            raise
-        return answers
-
-    async def _patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat a call that found the write lock taken, for a bounded time and without blocking the event loop."""
-        give_up_at = self._clock.steady() + round(BUSY_SECONDS_MAX * 1_000_000)
-        while True:
-            try:
-                return await self.on_writer(call)
-            except (apsw.BusyError, apsw.LockedError) as error:
-                if self._clock.steady() >= give_up_at:
-                    raise translated(error, self.path) from error
-            except apsw.Error as error:
-                raise translated(error, self.path) from error
-            await self._clock.sleep(_BUSY_SLEEP_SECONDS)
+            return await self._writer.write(operation)
+        except apsw.Error as error:
+            raise translated(error, self.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
         stored = await self._write(lambda session: session.put(envelopes, options))
@@ -319,29 +259,19 @@ class SQLiteStore:
     # reading
 
     async def _read(self, operation: Callable[[Session], Answer]) -> Answer:
-        if not self._opened:
-            raise StoreError("the store is closed; use it inside `async with app`")
+        self._refuse_closed()
+        if self._reader is None:
+            return await self._write(operation)
         try:
-            if self._memory:
-                async with self._turn:
-                    return await self._writing.run(operation, self._writer)
             return await self._reading.run(operation, self._reader)
         except apsw.Error as error:
             raise translated(error, self.path) from error
 
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
-        if self._memory:
-            return await self._read(lambda session: session.execute(statement, parameters))
-        return await self._reading.run(self._fetch, statement, parameters)
-
-    def _fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Refuse to write: what is written outside a transaction is not part of any promise."""
-        with_guard = self._reader.connection
-        with_guard.execute("PRAGMA query_only = ON")
-        try:
-            return self._reader.execute(statement, parameters)
-        finally:
-            with_guard.execute("PRAGMA query_only = OFF")
+        self._refuse_closed()
+        if self._reader is None:
+            return await self._writer.write(lambda session: _fetch(session, statement, parameters))
+        return await self._reading.run(_fetch, self._reader, statement, parameters)
 
     async def find(self, query: Query) -> list[Record]:
         return await self._read(lambda session: session.find(query))
@@ -359,3 +289,12 @@ class SQLiteStore:
 def _may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
     return any(isinstance(o, HandBack) or (isinstance(o, Done) and o.sends) for _, o in settlements)
+
+
+def _fetch(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Refuse to write: what is written outside a transaction is not part of any promise."""
+    session.connection.execute("PRAGMA query_only = ON")
+    try:
+        return session.execute(statement, parameters)
+    finally:
+        session.connection.execute("PRAGMA query_only = OFF")

@@ -1,0 +1,120 @@
+"""Two thousand hostile worlds, none of which may break the promise; and the simulation itself is what it claims."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
+from onefold.testing.simulation import Simulation, main
+
+#: Blocks are what pytest-xdist spreads over the cores.
+BLOCKS = 8
+SEEDS_PER_BLOCK = 250
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_seed_breaks_the_promise(block: int) -> None:
+    with Simulation() as simulation:
+        results = [simulation.run(seed) for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK)]
+    failed = [str(result) for result in results if result.report]
+    assert not failed, "\n\n".join(failed)
+    # Worlds in which nothing happens would prove nothing: count what the seeds brought about.
+    events = [line.partition(" ")[2] for result in results for line in result.history]
+    for fault in (": kill", ": kill after", ": lose", ": stopped", "redrive", "cancel", "duplicate=True"):
+        assert sum(fault in event for event in events) > SEEDS_PER_BLOCK // 50, fault
+
+
+def test_the_same_seed_makes_the_same_history() -> None:
+    with Simulation() as first, Simulation() as second:
+        for seed in range(20):
+            assert first.run(seed).history == second.run(seed).history
+        assert first.run(1).history != first.run(2).history
+
+
+def test_the_history_does_not_depend_on_the_process_it_runs_in() -> None:
+    def run(hash_seed: str) -> str:
+        command = [sys.executable, "-m", "onefold.testing.simulation", "--seed", "5"]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run("1") == run("2")
+
+
+def test_a_run_from_the_command_line_prints_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "3", "--first", "7"]) == 0
+    assert "3 seeds, 0 with violations" in capsys.readouterr().out
+
+
+# the loop
+
+
+def _loop(seed: int = 1) -> SimulatedLoop:
+    return SimulatedLoop(random.Random(seed))
+
+
+def test_time_jumps_to_the_next_timer_and_a_year_takes_no_time() -> None:
+    loop = _loop()
+    clock = SimulatedClock(loop, Process("one"))
+    before = clock.steady()
+    loop.run_until_complete(clock.sleep(365 * 86_400))
+    assert clock.steady() - before == 365 * 86_400 * 1_000_000
+    loop.bury()
+
+
+def test_the_seed_decides_who_runs_first() -> None:
+    def order(seed: int) -> list[int]:
+        loop, ran = _loop(seed), []
+        for number in range(10):
+            loop.call_soon(ran.append, number)
+        loop.run_until_complete(SimulatedClock(loop, Process("one")).sleep(1))
+        loop.bury()
+        return ran
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert sorted(order(1)) == list(range(10))
+
+
+def test_a_stopped_process_gets_no_time_until_it_is_resumed() -> None:
+    loop, process = _loop(), Process("one")
+    clock, ticks = SimulatedClock(loop, process), []
+
+    async def tick() -> None:
+        for _ in range(6):
+            await clock.sleep(1)
+            ticks.append(loop.time())
+
+    task = loop.start(process, tick())
+    loop.later(2.5, loop.stop_process, process, 10)
+    loop.run_until_complete(task)
+    loop.bury()
+    assert ticks == [1, 2, 12.5, 13.5, 14.5, 15.5]
+
+
+def test_a_dead_process_runs_no_cleanup() -> None:
+    loop, process, cleaned = _loop(), Process("one"), []
+
+    async def live() -> None:
+        try:
+            await SimulatedClock(loop, process).sleep(5)
+        finally:
+            cleaned.append(loop.time())
+
+    loop.start(process, live())
+    loop.later(1, loop.kill_process, process)
+    loop.run_until_complete(SimulatedClock(loop, Process("other")).sleep(10))
+    assert cleaned == []
+    loop.bury()
+
+
+def test_waiting_for_what_can_never_happen_is_an_error() -> None:
+    loop = _loop()
+    with pytest.raises(RuntimeError, match="never happen"):
+        loop.run_until_complete(asyncio.Event().wait())
+    loop.bury()
