@@ -115,5 +115,7 @@ async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> b
 async def _move(store: Store, ids: Sequence[str], to: State, *, actor: str, reason: str) -> list[str]:
     limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
     limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
+    for id_ in ids:
+        limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
     async with store.transaction() as transaction:
         return await transaction.move(ids, to, Act(actor=actor, reason=reason))

@@ -235,7 +235,7 @@ def check_options(options: SendOptions) -> SendOptions:
     for name in ("delay", "expires"):
         if (duration := options.get(name)) is not None:
             seconds(duration)  # type: ignore[arg-type]
-    for name in ("key", "subject", "correlation_id", "causation_id", "deduplicate"):
+    for name in ("key", "subject", "correlation_id", "causation_id", "deduplicate", "ordering_key", "trace"):
         if name in options:
             limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)  # type: ignore[literal-required]
     if "at" in options:

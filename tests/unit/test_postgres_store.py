@@ -158,6 +158,7 @@ def _plan_of_claim(url: str) -> str:
             "limit": 100,
             "lease": 1,
             "worker": "w",
+            "suspect_after": 2,
         }
         rows = connection.execute("EXPLAIN " + SQL["claim"], given).fetchall()  # type: ignore[arg-type]
         return "\n".join(row[0] for row in rows)
@@ -264,7 +265,7 @@ def test_a_put_wakes_a_waiting_worker_in_another_process(postgres_url: str) -> N
             await worker.wait(["default"], timeout=5)  # returns once it listens
             waiting = asyncio.create_task(worker.wait(["default"], timeout=30))
             elsewhere = asyncio.create_task(worker.wait(["other"], timeout=30))
-            await asyncio.sleep(0)
+            await _clock.sleep(0)
             await sender.put([envelope()])
             await asyncio.wait_for(waiting, timeout=5)
             assert not elsewhere.done()
@@ -291,7 +292,7 @@ def test_a_lost_listener_comes_back(postgres_url: str) -> None:
             _terminate_sessions(postgres_url)
             await asyncio.wait_for(waiting, timeout=5)  # whoever listens anew lets everybody look
             waiting = asyncio.create_task(worker.wait(["default"], timeout=30))
-            await asyncio.sleep(0)
+            await _clock.sleep(0)
             await sender.put([envelope()])
             await asyncio.wait_for(waiting, timeout=5)
 
@@ -335,11 +336,15 @@ def test_terminated_sessions_cost_nothing_but_time(postgres_url: str) -> None:
 def test_a_session_lost_inside_a_transaction_is_a_typed_error(postgres_url: str) -> None:
     async def scenario() -> None:
         async with opened(postgres_url) as store:
-            with pytest.raises(StoreUnavailableError):
+
+            async def interrupted() -> None:
                 async with store.transaction() as transaction:
                     await transaction.put([envelope("a")])
                     _terminate_sessions(postgres_url)
                     await transaction.execute("SELECT 1")
+
+            with pytest.raises(StoreUnavailableError):
+                await interrupted()
             assert await store.count() == {}
 
     run(scenario)
@@ -482,11 +487,15 @@ def test_what_cannot_be_joined_is_refused_by_name(postgres_url: str) -> None:
 def test_a_transaction_that_had_failed_does_not_pretend_to_commit(postgres_url: str) -> None:
     async def scenario() -> None:
         async with opened(postgres_url) as store:
-            with pytest.raises(StoreError, match="nothing of it was committed"):
+
+            async def careless() -> None:
                 async with store.transaction() as transaction:
                     await transaction.put([envelope("a")])
                     with pytest.raises(errors.DivisionByZero):
                         await transaction.execute("SELECT 1 / 0")
+
+            with pytest.raises(StoreError, match="nothing of it was committed"):
+                await careless()
             assert await store.count() == {}
 
     run(scenario)

@@ -135,7 +135,7 @@ RETURNING 1
 
 -- name: claim_expired
 -- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
-UPDATE onefold.delivery SET state = 0, crashes = crashes + 1, lease_until = NULL, worker = NULL
+UPDATE onefold.delivery SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE id = ANY (ARRAY(
     SELECT id FROM onefold.delivery
     WHERE state = 1 AND lease_until <= (SELECT coalesce(%(now)s::bigint, onefold.clock()))
@@ -145,6 +145,7 @@ RETURNING 1
 
 -- name: claim
 -- Stands for claim_possible, claim_select and claim_take.
+-- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 picked AS MATERIALIZED (
@@ -162,7 +163,7 @@ picked AS MATERIALIZED (
 taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
-        worker = %(worker)s::text
+        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
     RETURNING id, due_at, expires_at, fence, attempt, crashes, replay_count
 )
@@ -175,7 +176,9 @@ ORDER BY t.due_at, t.id
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
-UPDATE onefold.delivery d SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint
+UPDATE onefold.delivery d
+SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint,
+    started = greatest(d.started, %(starting)s::smallint)
 FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS g (id, fence, place)
 WHERE d.id = g.id AND d.fence = g.fence AND d.lease_until IS NOT NULL
 RETURNING g.place
@@ -234,7 +237,7 @@ RETURNING g.place
 
 -- name: settle_lock
 -- After a lost answer: waits until the session that was asked has committed or is gone.
-SELECT id::text, fence, crashes, replay_count FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])
+SELECT id::text, fence, state FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])
 ORDER BY id FOR UPDATE
 
 -- name: settle_found
@@ -246,10 +249,12 @@ SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(id
 -- name: move_redrive
 -- Stands for move_redrive, move_reopened and move_event.
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
+-- When its window is over its key may already be another message's, so it is too late then.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 reopened AS (
     DELETE FROM onefold.outcome o USING onefold.message m
-    WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND m.id = o.id AND m.payload IS NOT NULL
+    WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND o.kept_until > (SELECT now FROM clock)
+        AND m.id = o.id AND m.payload IS NOT NULL
     RETURNING o.id, o.queue, m.message_type, m.retention, o.fence, o.replay_count
 ),
 delivered AS (

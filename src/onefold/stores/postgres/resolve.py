@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.store import Again, HandBack, Lease
+from onefold.store import Again, HandBack, Lease, State
 from onefold.stores.postgres.arrays import ids
 from onefold.stores.postgres.connection import BEGIN, Wire
 from onefold.stores.postgres.session import Session, Settlement
@@ -37,15 +37,14 @@ async def _settled(wire: Wire, settlements: Sequence[Settlement]) -> list[bool |
     left_behind = set(await wire.rows("settle_found", given))
 
     def settled(lease: Lease, outcome: object) -> bool | None:
-        fence, crashes, replay_count = alive.get(lease.id, (0, 0, 0))
+        fence, state = alive.get(lease.id, (0, State.SCHEDULED))
         if fence == lease.fence:
             return None
         if (lease.id, lease.fence) in left_behind:
             return True
-        # What returns a message without a failure leaves nothing behind.  But nobody else can have had it since
-        # without the lease running out, which counts as a crash, or an operator's act, which counts as a replay.
-        untouched = (crashes, replay_count) == (lease.crashes, lease.replay_count)
-        return fence > lease.fence and untouched and isinstance(outcome, Again | HandBack)
+        # What returns a message without a failure leaves nothing behind but a free message with the next fence.
+        # Should somebody have claimed it since, the lease is reported lost: nothing was to be kept of it anyway.
+        return isinstance(outcome, Again | HandBack) and (fence, state) == (lease.fence + 1, State.SCHEDULED)
 
     return [settled(lease, outcome) for lease, outcome in settlements]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
@@ -34,7 +34,6 @@ from onefold.stores.postgres.put import Putter, store_fresh
 from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
 
 Settlement = tuple[Lease, Outcome]
-Kind = TypeVar("Kind", bound=tuple[Lease, Any])
 
 #: Run-out leases released at once, so that nobody waits long for the statement.
 _EXPIRED_MAX = 1_000
@@ -100,40 +99,35 @@ class Session:
                 "limit": limit,
                 "lease": round(lease * MICROSECONDS),
                 "worker": worker,
+                "suspect_after": limits.SUSPECT_AFTER,
             },
         )
         return [lease_of(row, claimed_at=row[18], worker=worker) for row in rows]
 
-    async def extend(self, leases: Sequence[Lease], lease: float) -> list[bool]:
-        held = [(one, None) for one in leases]
-        parameters = {**_fenced(held), "now": self._now, "lease": round(lease * MICROSECONDS)}
+    async def extend(self, leases: Sequence[Lease], lease: float, starting: bool) -> list[bool]:
+        parameters: dict[str, Any] = {
+            **_fenced([(one, None) for one in leases]),
+            "now": self._now,
+            "lease": round(lease * MICROSECONDS),
+            "starting": int(starting),
+        }
         places = {row[0] for row in await self.wire.rows("extend", parameters)}
         return [place in places for place in range(1, len(leases) + 1)]
 
     # settle
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
-        again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
-        back = [(lease, o) for lease, o in settlements if isinstance(o, HandBack)]
-        won = await self._settle_all("settle_end", ended, _ending)
-        won |= await self._settle_all("settle_again", again, _returning)
-        won |= await self._settle_all("settle_hand_back", back, _fenced)
-        answers = [(lease.id, lease.fence) in won for lease, _ in settlements]
-        sends = sends_of(s for s, held in zip(settlements, answers, strict=True) if held)
+        won = [False] * len(settlements)
+        for statement, kinds, columns in _SETTLES:
+            places = [place for place, (_, outcome) in enumerate(settlements) if isinstance(outcome, kinds)]
+            if places:
+                given = columns([settlements[place] for place in places])
+                for (number,) in await self.wire.rows(statement, {**given, "now": self._now}):
+                    won[places[number - 1]] = True
+        sends = sends_of(settlement for settlement, held in zip(settlements, won, strict=True) if held)
         if sends:
             await self.put_sends(sends)
-        return answers
-
-    async def _settle_all(
-        self, statement: str, settlements: Sequence[Kind], columns: Callable[[Sequence[Kind]], dict[str, Column]]
-    ) -> set[tuple[str, int]]:
-        """Settle those of one kind; return id and fence of each that still held its message."""
-        if not settlements:
-            return set()
-        rows = await self.wire.rows(statement, {**columns(settlements), "now": self._now})
-        held = [settlements[place - 1][0] for (place,) in rows]
-        return {(lease.id, lease.fence) for lease in held}
+        return won
 
     # operators
 
@@ -231,7 +225,7 @@ def _fenced(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
     }
 
 
-def _ending(settlements: Sequence[tuple[Lease, Done | Dead]]) -> dict[str, Column]:
+def _ending(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
     outcomes = [outcome for _, outcome in settlements]
     return {
         **_fenced(settlements),
@@ -243,7 +237,7 @@ def _ending(settlements: Sequence[tuple[Lease, Done | Dead]]) -> dict[str, Colum
     }
 
 
-def _returning(settlements: Sequence[tuple[Lease, Again]]) -> dict[str, Column]:
+def _returning(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
     failures = [outcome.failure for _, outcome in settlements]
     return {
         **_fenced(settlements),
@@ -253,3 +247,11 @@ def _returning(settlements: Sequence[tuple[Lease, Again]]) -> dict[str, Column]:
         "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
         "workers": texts([lease.worker for lease, _ in settlements]),
     }
+
+
+#: Which statement settles which outcomes.
+_SETTLES = (
+    ("settle_end", (Done, Dead), _ending),
+    ("settle_again", (Again,), _returning),
+    ("settle_hand_back", (HandBack,), _fenced),
+)

@@ -238,8 +238,8 @@ class PostgresStore:
         self._expired_at = now
         return True
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease))
+    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease, starting))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         self._use("spare")
@@ -260,8 +260,10 @@ class PostgresStore:
             try:
                 yield transaction
             except BaseException:
+                transaction.over = True
                 await wire.rollback()
                 raise
+            transaction.over = True
             await self._commit(transaction)
         finally:
             await self._handlers.give_back(wire)
@@ -269,13 +271,14 @@ class PostgresStore:
 
     async def _commit(self, transaction: PostgresTransaction) -> None:
         """Commit; when the reply was lost, find out whether it happened before saying anything."""
+        wire = transaction.session.wire
         try:
-            await transaction.session.wire.commit()
+            await wire.commit()
         except psycopg.Error as error:
-            if not is_lost(error, transaction.connection):
-                await transaction.session.wire.rollback()
+            if not is_lost(error, wire.connection):
+                await wire.rollback()
                 raise translated(error) from error
-            await transaction.connection.close()
+            await wire.connection.close()
             if not await self._was_committed(transaction):
                 raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -10,8 +11,9 @@ from psycopg import AsyncConnection
 
 from onefold import limits
 from onefold.envelope import Envelope
+from onefold.errors import StoreError
 from onefold.store import Act, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
-from onefold.stores.postgres.connection import refuse_lost
+from onefold.stores.postgres.connection import Wire, refuse_lost
 from onefold.stores.postgres.faults import translated
 from onefold.stores.postgres.session import Session, Settlement, sends_of
 
@@ -29,29 +31,49 @@ class PostgresTransaction:
         self.stored: list[str] = []
         self.settled: list[Settlement] = []
         self.queues: set[str] = set()
+        #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
+        self.over = False
 
     @property
     def connection(self) -> AsyncConnection[Any]:
-        return self.session.wire.connection
+        return self._wire.connection
+
+    @property
+    def _wire(self) -> Wire:
+        self._refuse_late()
+        return self.session.wire
+
+    def _refuse_late(self) -> None:
+        if self.over:
+            raise StoreError("the transaction is over; this statement came too late and was not run")
 
     async def execute(
         self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
         try:
-            return await self.session.wire.execute(statement, parameters)
+            return await self._wire.execute(statement, parameters)
         except psycopg.Error as error:
-            refuse_lost(error, self.connection)
+            refuse_lost(error, self.session.wire.connection)
             raise
 
+    @contextmanager
+    def _seam(self) -> Iterator[None]:
+        """No error of the driver leaves the store, except those of the caller's own SQL."""
+        self._refuse_late()
+        try:
+            yield
+        except psycopg.Error as error:
+            raise translated(error) from error
+
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
-        with _Seam():
+        with self._seam():
             answers = await self.session.put(envelopes, options)
         self.stored += [e.id for e, answer in zip(envelopes, answers, strict=True) if answer.id == e.id]
         self.queues |= queues_to_ring(envelopes)
         return answers
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        with _Seam():
+        with self._seam():
             won = await self.session.settle(settlements)
         held = [settlement for settlement, is_held in zip(settlements, won, strict=True) if is_held]
         self.settled += held
@@ -59,7 +81,7 @@ class PostgresTransaction:
         return won
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
-        with _Seam():
+        with self._seam():
             moved = await self.session.move(ids, to, act)
         if to is State.SCHEDULED:
             self.queues |= set(moved.values())
@@ -68,23 +90,12 @@ class PostgresTransaction:
     async def register(
         self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
     ) -> bool:
-        with _Seam():
+        with self._seam():
             return await self.session.register(kind, name, value, version=version, expires_at=expires_at)
 
     async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
-        with _Seam():
+        with self._seam():
             return await self.session.purge(limit)
-
-
-class _Seam:
-    """No error of the driver leaves the store, except those of the caller's own SQL."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, psycopg.Error):
-            raise translated(error) from error
 
 
 def queues_to_ring(envelopes: Iterable[Envelope]) -> set[str]:

@@ -204,6 +204,8 @@ class SQLiteStore:
         turn = self._writer.turn()
         opened = SQLiteTransaction(self, turn, self._writer.session)
         try:
+            # A caller who is cancelled here does not stop the thread: it may still begin, so it must also end.
+            await self._begin(turn)
             yield opened
         except BaseException:
             opened.over = True
@@ -216,6 +218,12 @@ class SQLiteStore:
             raise translated(error, self.path) from error
         if opened.brings_work:
             self._wake.ring()
+
+    async def _begin(self, turn: Turn) -> None:
+        try:
+            await turn.begin()
+        except apsw.Error as error:
+            raise translated(error, self.path) from error
 
     def _refuse_closed(self) -> None:
         if not self._opened:

@@ -36,7 +36,11 @@ _TOGETHER_MAX = 1_000
 
 
 class Turn(Protocol):
-    """One transaction; it begins with its first call and ends with ``end``."""
+    """One transaction, from ``begin`` to ``end``."""
+
+    async def begin(self) -> None:
+        """Wait for the write lock and take it."""
+        ...
 
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
         """Run a blocking call inside the transaction."""
@@ -191,6 +195,9 @@ class _ThreadTurn:
         self._calls: SimpleQueue[tuple[_Call, str | None]] = SimpleQueue()
         self._queued = False
 
+    async def begin(self) -> None:
+        await self._ask(lambda: None, (), None)
+
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
         answer: Answer = await self._ask(function, args, None)
         return answer
@@ -304,10 +311,11 @@ class _InlineTurn:
         self._writer = writer
         self._begun = False
 
+    async def begin(self) -> None:
+        await self._writer.take()
+        self._begun = True
+
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        if not self._begun:
-            await self._writer.take()
-            self._begun = True
         return function(*args)
 
     async def end(self, statement: str) -> None:

@@ -34,6 +34,8 @@ CREATE TABLE onefold.delivery (
     crashes integer NOT NULL CHECK (crashes >= 0),
     replay_count integer NOT NULL,
     state smallint NOT NULL CHECK (state IN (0, 1)),
+    -- Whether its handler may have begun under the current lease, so that a worker's death may be its doing.
+    started smallint NOT NULL DEFAULT 0 CHECK (started IN (0, 1)),
     queue text COLLATE "C" NOT NULL,
     message_type text COLLATE "C" NOT NULL,
     worker text,
