@@ -28,7 +28,7 @@ from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
 from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
-from onefold.store import State
+from onefold.store import Query, Record, State
 from onefold.transaction import AppTransaction, Context
 
 __version__ = "0.1.0"
@@ -51,7 +51,9 @@ __all__ = [
     "LeaseLostError",
     "LimitError",
     "OnefoldError",
+    "Query",
     "Receipt",
+    "Record",
     "Reject",
     "ResultTimeoutError",
     "Retry",

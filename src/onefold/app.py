@@ -190,6 +190,11 @@ class App:
     # sending
 
     def _prepare(self, call: Call[R], parent: Envelope | None, index: int) -> tuple[Envelope, Receipt[R]]:
+        if self._registry.tasks.get(call.task.name) is not call.task:
+            raise ConfigurationError(
+                f"{call.task.name} belongs to another app, so its message cannot join this commit; "
+                "send it before or after, or declare the task on this app"
+            )
         envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
         for change in self._on_send:
             envelope = check(change(envelope))

@@ -156,7 +156,7 @@ class Signature:
         try:
             return self._decode(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise _wrong_argument(error) from error
+            raise _wrong_argument(error) from None  # the cause would repeat the value
 
     def encode_result(self, value: Any) -> bytes:
         """Return a handler's result as bytes; one that cannot be kept fails the attempt."""
@@ -174,7 +174,7 @@ class Signature:
         try:
             return self._decode_result(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise DecodeError("result", _VALUE.sub(r"\1", str(error))) from error
+            raise DecodeError("result", _VALUE.sub(r"\1", str(error))) from None
 
 
 def _default(value: Any) -> Any:

@@ -75,13 +75,16 @@ class Execution:
     def _refuse(self, lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""
         envelope = lease.envelope
+        task = self.registry.tasks[envelope.message_type]
         if lease.crashes >= limits.QUARANTINE_AFTER:
-            text = f"its worker died {lease.crashes} times while it held this message"
-            return Dead(Failure(reason="quarantined", error_type="Crash", error_message=text))
+            text = f"its worker died {lease.crashes} times while it may have been running"
+            failure = Failure(reason="quarantined", error_type="Crash", error_message=text)
+            return Dead(failure, key_window=task.key_window, ran=False)
         if envelope.expires_at and lease.claimed_at >= envelope.expires_at:
             text = "it was not done within its time; see expires="
-            return Dead(Failure(reason="expired", error_type="Expired", error_message=text))
-        if envelope.schema_version > self.registry.tasks[envelope.message_type].version:
+            failure = Failure(reason="expired", error_type="Expired", error_message=text)
+            return Dead(failure, key_window=task.key_window, ran=False)
+        if envelope.schema_version > task.version:
             logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
             return Again(UNSUPPORTED_SECONDS, None, counted=False)
         return None

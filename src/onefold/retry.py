@@ -156,7 +156,8 @@ def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int,
     if lease.attempt >= policy.max_attempts:
         return Dead(failure_of(error, "attempts exhausted"))
     asked = error.after_seconds if isinstance(error, Retry) else None
-    return Again(policy.delay(lease.attempt, chance) if asked is None else asked, failure_of(error, "failed"))
+    delay = policy.delay(lease.attempt, chance) if asked is None else max(DELAY_SECONDS_MIN, asked)
+    return Again(delay, failure_of(error, "failed"))
 
 
 def _appointment(error: BaseException, status: int | None, now: int) -> float | None:

@@ -63,8 +63,8 @@ class Capabilities:
     shared: bool
     #: A sender can wake a waiting worker in another process.
     notifies: bool
-    #: What survives: a killed process, or also a power failure.
-    durability: Literal["power loss", "process crash"]
+    #: The worst that accepted messages survive.
+    durability: Literal["power loss", "process crash", "nothing"]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,6 +121,8 @@ class Dead:
     failure: Failure
     key_window: float = limits.KEY_WINDOW
     body_retention: float = limits.DEAD_RETENTION
+    #: Whether a run failed; a message that expired or was quarantined did not run this time.
+    ran: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +304,7 @@ class Store(Protocol):
     async def claim(
         self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
     ) -> list[Lease]:
-        """Take due messages, the longest due first, including those whose lease ran out.
+        """Take due messages, including those whose lease ran out: queues in the order given, the longest due first.
 
         Committed when it returns, so no lock is held while a handler runs.
         """

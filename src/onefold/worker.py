@@ -68,6 +68,8 @@ class Worker:
         self._types = execution.registry.types()
         self._held: dict[str, Held] = {}
         self._supply: deque[Held] = deque()
+        self._suspects: deque[Held] = deque()
+        self._turn = 0
         self._supplied = asyncio.Event()
         self._running = 0
         self._changed = asyncio.Event()
@@ -118,17 +120,19 @@ class Worker:
 
     async def _claim(self) -> None:
         while not self._stopping.is_set():
+            if self._suspects:
+                await self._let_a_suspect_run()
+                continue
             wanted = self._wanted()
             if wanted <= 0:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            leases = await self._claim_some(wanted)
-            if leases:
-                await self._accept(leases)
-            elif self._settings.until_idle and not self._busy:
+            if await self._claim_some(wanted):
+                continue
+            if self._settings.until_idle and not self._busy:
                 return
-            elif self._settings.until_idle:
+            if self._settings.until_idle:
                 self._changed.clear()
                 await self._changed.wait()
             else:
@@ -143,60 +147,69 @@ class Worker:
         # Small claims cost as much as large ones, so wait until half of the supply is used up.
         return min(wanted, room) if len(self._supply) <= ahead // 2 else 0
 
-    async def _claim_some(self, wanted: int) -> list[Lease]:
+    async def _claim_some(self, wanted: int) -> int:
         asked_at = self._clock.steady()
         elapsed = max(asked_at - self._last_claim, 1) / MICROSECONDS
         self._rate = 0.5 * self._rate + 0.5 * self._started / elapsed
         self._started, self._last_claim = 0, asked_at
-        settings = self._settings
         try:
-            leases = await self._store.claim(
-                settings.queues, types=self._types, limit=wanted, lease=settings.lease_seconds, worker=settings.name
-            )
+            leases = await self._claim_whole(wanted)
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=claim error=%s", error)
             await self._clock.sleep(_BACK_OFF_SECONDS * 5)
-            return []
+            return 0
         self.checked_at = self._clock.now()
-        until = asked_at + round(settings.lease_seconds * MICROSECONDS)
-        for lease in leases:
-            self._held[lease.id] = Held(lease, until)
-        return leases
+        self._accept(leases, asked_at)
+        return len(leases)
 
-    async def _accept(self, leases: list[Lease]) -> None:
-        """Pass leases to the runners; a message suspected of killing workers runs alone, so that no other is blamed."""
-        suspects = []
-        for lease in leases:
-            if lease.crashes >= limits.SUSPECT_AFTER:
-                suspects.append(lease)
-            else:
-                self._supply.append(self._held[lease.id])
-        self._supplied.set()
-        for lease in suspects:
-            while self._supply or self._running:
-                self._changed.clear()
-                await self._changed.wait()
-            await self._run_alone(self._held[lease.id])
-
-    async def _run_alone(self, held: Held) -> None:
-        """Run a suspect, after writing down that it begins: should this process die now, it is to blame."""
+    async def _claim_whole(self, wanted: int) -> list[Lease]:
+        """Claim, and see it through even when the worker is stopped meanwhile: a lost answer would be a lost lease."""
+        settings = self._settings
+        queues = [*settings.queues[self._turn :], *settings.queues[: self._turn]]
+        # Each queue comes first in its turn, so that a busy one cannot starve the others.
+        self._turn = (self._turn + 1) % len(queues)
+        asked_at = self._clock.steady()
+        claiming = asyncio.ensure_future(
+            self._store.claim(
+                queues, types=self._types, limit=wanted, lease=settings.lease_seconds, worker=settings.name
+            )
+        )
         try:
-            kept = await self._store.extend([held.lease], lease=self._settings.lease_seconds, starting=True)
-        except StoreUnavailableError:
-            kept = [False]
-        held.lost = held.lost or not kept[0]
-        await self._run_one(held)
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            await asyncio.wait([claiming])
+            if not claiming.cancelled() and claiming.exception() is None:
+                self._accept(claiming.result(), asked_at)
+            raise
+
+    def _accept(self, leases: list[Lease], asked_at: int) -> None:
+        until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
+        for lease in leases:
+            held = self._held[lease.id] = Held(lease, until)
+            (self._suspects if _suspected(lease) else self._supply).append(held)
+        self._supplied.set()
+
+    async def _let_a_suspect_run(self) -> None:
+        """Let one message that may have killed workers run with nothing beside it, so that no other is blamed."""
+        await self._quiet_runners()
+        self._supply.append(self._suspects.popleft())
+        self._supplied.set()
+        await self._quiet_runners()
+
+    async def _quiet_runners(self) -> None:
+        while self._supply or self._running:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _wait(self) -> None:
-        waiting = asyncio.ensure_future(self._store.wait(self._settings.queues, timeout=limits.POLL_SECONDS))
         try:
-            await waiting
+            await self._store.wait(self._settings.queues, timeout=limits.POLL_SECONDS)
         except StoreUnavailableError:
             await self._clock.sleep(limits.POLL_SECONDS)
 
     @property
     def _busy(self) -> bool:
-        return bool(self._running or self._supply or self._unsettled or self._settling)
+        return bool(self._running or self._supply or self._suspects or self._unsettled or self._settling)
 
     # running
 
@@ -216,10 +229,16 @@ class Worker:
         self._started += 1
         held.runner = asyncio.current_task()
         try:
+            if _suspected(lease):
+                await self._mark_started(lease)
             outcome = await self._execution.run(lease, lambda: self._deadline(held))
         except LeaseLostError as error:
             logger.warning("lease_lost message_id=%s error=%s", lease.id, error)
             self._forget(lease)
+        except StoreUnavailableError as error:
+            logger.warning("store_unavailable doing=start message_id=%s error=%s", lease.id, error)
+            self._unsettled.append((lease, HandBack()))
+            self._finished.set()
         except asyncio.CancelledError:
             if not held.lost:
                 raise
@@ -233,6 +252,11 @@ class Worker:
             held.runner = None
             self._running -= 1
             self._changed.set()
+
+    async def _mark_started(self, lease: Lease) -> None:
+        """Write down that a suspect begins: should this process die now, the suspect is to blame."""
+        if not (await self._store.extend([lease], lease=self._settings.lease_seconds, starting=True))[0]:
+            raise LeaseLostError(f"message {lease.id} was taken over before it began")
 
     async def _finish(self, lease: Lease, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -341,8 +365,9 @@ class Worker:
     # stopping
 
     async def _wind_down(self, runners: list[asyncio.Task[None]]) -> None:
-        unstarted = [held.lease for held in self._supply]
+        unstarted = [held.lease for held in (*self._supply, *self._suspects)]
         self._supply.clear()
+        self._suspects.clear()
         if unstarted:
             await self._settle_together([(lease, HandBack()) for lease in unstarted])
         try:
@@ -359,6 +384,10 @@ class Worker:
         while self._busy:
             self._changed.clear()
             await self._changed.wait()
+
+
+def _suspected(lease: Lease) -> bool:
+    return lease.crashes >= limits.SUSPECT_AFTER
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[object]] | list[asyncio.Task[None]]) -> None:

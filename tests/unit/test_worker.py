@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
 
-from onefold import App, Context, State
-from onefold.store import Lease, Query
+from onefold import App, ConfigurationError, Context, Query, State
+from onefold.store import Counts, Lease
 from onefold.testing.clock import FakeClock
 from onefold.worker import Worker
 
@@ -246,3 +248,121 @@ def test_a_worker_is_made_of_named_tasks_only(sqlite_url: str) -> None:
 
     run(sqlite_url, declare, scenario)
     assert Worker.__doc__
+
+
+def test_a_stop_while_a_claim_is_under_way_leaves_nothing_leased(store_url: str) -> None:
+    """C30: the claim is committed by the store even if nobody waits for its answer any more."""
+
+    def declare(app: App) -> None:
+        @app.task
+        async def ship(number: int) -> None:
+            pass
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.send_many(app.tasks["ship"].call(number) for number in range(10))
+        claim = app.store.claim
+
+        async def stop_before_the_answer_comes(*args: Any, **kwargs: Any) -> list[Lease]:
+            leases = await claim(*args, **kwargs)
+            app.stop_working()
+            await _turns()
+            return leases
+
+        app.store.claim = stop_before_the_answer_comes  # type: ignore[method-assign]
+        await app.work()
+        assert (await app.count()).get("default", Counts()).leased == 0
+
+    run(store_url, declare, scenario)
+
+
+def test_a_stop_hands_back_a_running_suspect_without_blaming_it(store_url: str) -> None:
+    started = asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def endless() -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        receipt = await app.tasks["endless"].send()
+        for _ in range(2):
+            assert len(await steal(app, clock)) == 1
+        clock.advance(31)
+        working = asyncio.create_task(app.work(stop_after=0.01))
+        await started.wait()
+        app.stop_working()
+        await working
+        record = (await app.find(Query(ids=(receipt.id,))))[0]
+        assert (record.state, record.crashes) == (State.SCHEDULED, 2)
+
+    run(store_url, declare, scenario)
+
+
+def test_a_handler_cannot_send_a_task_of_another_app(sqlite_url: str) -> None:
+    """It would land in a store where no worker knows it."""
+    refused: list[str] = []
+    other = App("sqlite:///:memory:")
+
+    @other.task
+    async def foreign() -> None:
+        pass
+
+    def declare(app: App) -> None:
+        @app.task
+        async def sends(ctx: Context) -> None:
+            try:
+                await foreign.send()
+            except ConfigurationError as error:
+                refused.append(str(error))
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        async with other:
+            await app.tasks["sends"].send()
+            await app.work(until_idle=True)
+            assert len(refused) == 1
+            assert await other.count() == {}
+
+    run(sqlite_url, declare, scenario)
+
+
+def test_a_message_that_expired_keeps_its_key_for_the_tasks_own_window(store_url: str) -> None:
+    """Decision 22: expired is a dead letter, and no run is counted against it."""
+
+    def declare(app: App) -> None:
+        @app.task(key="{number}", expires=3600, key_window=timedelta(days=90))
+        async def ship(number: int) -> None:
+            pass
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.tasks["ship"].send(1)
+        clock.advance(7200)
+        await app.work(until_idle=True)
+        letters = [letter async for letter in app.dead_letters()]
+        assert [letter.failure.reason for letter in letters] == ["expired"]
+        assert (await letters[0].as_dict())["retry_count"] == 0
+        clock.advance(timedelta(days=60))
+        assert (await app.tasks["ship"].send(1)).duplicate
+
+    run(store_url, declare, scenario)
+
+
+def test_a_busy_queue_does_not_starve_another(store_url: str) -> None:
+    order: list[str] = []
+
+    def declare(app: App) -> None:
+        @app.task(queue="a")
+        async def busy(number: int) -> None:
+            order.append("busy")
+
+        @app.task(queue="b")
+        async def quiet() -> None:
+            order.append("quiet")
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.send_many(app.tasks["busy"].call(number) for number in range(200))
+        await app.tasks["quiet"].send()
+        await app.work(until_idle=True, concurrency=1)
+        assert order.index("quiet") < 20
+
+    run(store_url, declare, scenario)

@@ -115,7 +115,7 @@ def outcome_row(lease: Lease, outcome: Done | Dead, now: int) -> tuple[Any, ...]
         int(State.DONE if done else State.DEAD),
         lease.fence,
         # A run that succeeded is not a failed attempt, one that died of its last failure is.
-        lease.attempt - 1 if done else lease.attempt,
+        lease.attempt if isinstance(outcome, Dead) and outcome.ran else lease.attempt - 1,
         lease.crashes,
         lease.replay_count,
         now,

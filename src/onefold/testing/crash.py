@@ -35,7 +35,7 @@ POINTS_MAX = 2_000
 #: A child that takes longer hangs, and is killed; that is a failure, not a crash point.
 CHILD_SECONDS_MAX = 30.0
 
-_DEATH = b"!"
+_DEATH = b"\0"
 
 
 @dataclass(slots=True)
@@ -46,6 +46,8 @@ class Point:
     number: int
     #: What the child's clients asked for and were told before it died.
     journal: Journal = field(default_factory=Journal)
+    #: Statements count only while this is true; a scenario may leave out what others have tried, such as opening.
+    armed: bool = True
     #: Where it died, such as ``before COMMIT``; None when it got through alive.
     died: str | None = None
     _seen: int = 0
@@ -53,8 +55,8 @@ class Point:
 
     def trace(self, when: Literal["before", "after"], statement: str) -> None:
         """To be given to the stores of the child: counts their statements and ends the process at the right one."""
-        self._seen += 1
-        if self._seen == self.number:
+        self._seen += self.armed
+        if self.armed and self._seen == self.number:
             os.write(self._pipe, _DEATH + f"{when} {' '.join(statement.split())[:80]}\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import apsw
 
@@ -138,12 +138,11 @@ class SQLiteStore:
         self._trace = trace
         self._memory = path == ":memory:"
         self._opened = False
-        power = synchronous in ("FULL", "EXTRA") and not self._memory
         self.capabilities = Capabilities(
             transactional=True,
             shared=False,
             notifies=not self._memory,
-            durability="power loss" if power else "process crash",
+            durability=_durability(self._memory, synchronous),
         )
 
     async def open(self) -> None:
@@ -306,3 +305,9 @@ def _fetch(session: Session, statement: str, parameters: Sequence[Any] | Mapping
         return session.execute(statement, parameters)
     finally:
         session.connection.execute("PRAGMA query_only = OFF")
+
+
+def _durability(memory: bool, synchronous: str) -> Literal["power loss", "process crash", "nothing"]:
+    if memory:
+        return "nothing"
+    return "power loss" if synchronous in ("FULL", "EXTRA") else "process crash"
