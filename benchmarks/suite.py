@@ -24,7 +24,7 @@ class Scale:
     drain_seconds: float
 
 
-FULL = Scale(rounds=5, send_seconds=1.0, drain_seconds=2.2)
+FULL = Scale(rounds=5, send_seconds=0.8, drain_seconds=2.0)
 QUICK = Scale(rounds=1, send_seconds=0.3, drain_seconds=0.5)
 
 Progress = Callable[[str], None]

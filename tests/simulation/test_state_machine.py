@@ -155,6 +155,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.claim(claimed, limit, LEASE)
         return multiple(*claimed)
 
+    @rule(target=leases)
+    def lease_runs_out(self) -> Any:
+        """Whoever holds anything is too slow, and somebody else takes over; rare enough to need a rule of its own."""
+        self.time_passes(LEASE)
+        return self.claim(100)
+
     @rule(some=st.lists(leases, min_size=1, max_size=3, unique_by=lambda one: (one.id, one.fence)))
     def extend(self, some: list[Lease]) -> None:
         held = self.scene.run(self.store.extend(some, lease=LEASE))

@@ -165,7 +165,7 @@ def test_a_faulty_transaction_leaves_all_or_nothing(
 def test_a_delayed_call_waits_for_the_clock(sqlite_url: str) -> None:
     async def scene() -> None:
         clock = HastyClock()
-        faulty = FaultyStore(open_store(sqlite_url), [Fault("delay", seconds=60.0)], clock=clock)
+        faulty = FaultyStore(open_store(sqlite_url), [Fault("delay", verb="count", seconds=60.0)], clock=clock)
         await faulty.open()
         try:
             slow = asyncio.create_task(faulty.count())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -64,18 +64,31 @@ SETTINGS: Mapping[Role, Mapping[str, str]] = {
 }
 
 
+_EXCLUSIVE = ("control", "put", "settle", "spare")
+#: These only insert: whatever is in the tables, there is one way to do it.
+_PLANNED_ALIKE = frozenset({"put", "put_one", "put_key"})
+
+
 class Wire:
     """One connection, and the one place through which every statement goes.
 
-    An ``exclusive`` one is used by one caller at a time, prepares our statements and keeps its cursor.
+    An ``exclusive`` one is used by one caller at a time and keeps its cursor.
+    ``prepared`` names those of our statements that are prepared.
     A ``joined`` one is the caller's: nothing is changed on it.
     """
 
     def __init__(
-        self, connection: AsyncConnection[Any], *, trace: Trace | None, exclusive: bool = False, joined: bool = False
+        self,
+        connection: AsyncConnection[Any],
+        *,
+        trace: Trace | None,
+        prepared: Container[str] = (),
+        exclusive: bool = False,
+        joined: bool = False,
     ) -> None:
         self.connection = connection
         self._trace = trace
+        self._prepared = prepared
         self._joined = joined
         self._kept = connection.cursor(row_factory=tuple_row) if exclusive else None
 
@@ -84,7 +97,7 @@ class Wire:
         cursor = self._kept or self.connection.cursor(row_factory=tuple_row)
         if self._joined:
             teach(cursor)
-        await self._run(cursor, SQL[name], parameters, prepare=self._kept is not None, binary=True)
+        await self._run(cursor, SQL[name], parameters, prepare=name in self._prepared, binary=True)
         return await _rows_of(cursor)
 
     async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
@@ -174,10 +187,13 @@ class Connector:
     def wire(self, connection: AsyncConnection[Any], role: Role, *, joined: bool = False) -> Wire:
         """Return the way to run statements on a connection.
 
-        Handlers' connections keep the server's planner settings, so there a plan is made for the tables as they are.
+        Handlers' connections keep the server's planner settings, so most plans are made for the tables as they are.
         """
-        exclusive = self.pooler == "session" and role in ("control", "put", "settle", "spare")
-        return Wire(connection, trace=self.trace, exclusive=exclusive, joined=joined)
+        exclusive = role in _EXCLUSIVE
+        prepared: Container[str] = ()
+        if self.pooler == "session" and not joined:
+            prepared = SQL if exclusive else _PLANNED_ALIKE
+        return Wire(connection, trace=self.trace, prepared=prepared, exclusive=exclusive, joined=joined)
 
 
 def refuse_foreign(connection: Any) -> AsyncConnection[Any]:

@@ -208,6 +208,19 @@ attempt AS (
 )
 SELECT place FROM ended
 
+-- name: settle_one
+-- settle_end for a single success, which is how a handler with SQL of its own ends.
+WITH ended AS (
+    DELETE FROM onefold.delivery WHERE id = %(id)s::uuid AND fence = %(fence)s::bigint
+    RETURNING id, queue, fence, attempt, crashes, replay_count, coalesce(%(now)s::bigint, onefold.clock()) AS now
+)
+INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
+    result)
+SELECT id, queue, 3, fence, attempt, crashes, replay_count, now, now + %(key_window)s::bigint,
+    now + least(%(key_window)s::bigint, %(body_window)s::bigint), %(result)s::bytea
+FROM ended
+RETURNING 1
+
 -- name: settle_again
 -- Stands for settle_again and settle_attempt.
 -- The fence rises here too, so that an answer lost on the way cannot be settled a second time.

@@ -117,6 +117,27 @@ class Session:
     # settle
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        if len(settlements) == 1 and isinstance(settlements[0][1], Done):
+            won = [await self._settle_one(settlements[0][0], settlements[0][1])]
+        else:
+            won = await self._settle_many(settlements)
+        sends = sends_of(settlement for settlement, held in zip(settlements, won, strict=True) if held)
+        if sends:
+            await self.put_sends(sends)
+        return won
+
+    async def _settle_one(self, lease: Lease, outcome: Done) -> bool:
+        parameters: dict[str, Any] = {
+            "now": self._now,
+            "id": lease.id,
+            "fence": lease.fence,
+            "key_window": round(outcome.key_window * MICROSECONDS),
+            "body_window": round(outcome.body_retention * MICROSECONDS),
+            "result": outcome.result,
+        }
+        return bool(await self.wire.rows("settle_one", parameters))
+
+    async def _settle_many(self, settlements: Sequence[Settlement]) -> list[bool]:
         won = [False] * len(settlements)
         for statement, kinds, columns in _SETTLES:
             places = [place for place, (_, outcome) in enumerate(settlements) if isinstance(outcome, kinds)]
@@ -124,9 +145,6 @@ class Session:
                 given = columns([settlements[place] for place in places])
                 for (number,) in await self.wire.rows(statement, {**given, "now": self._now}):
                     won[places[number - 1]] = True
-        sends = sends_of(settlement for settlement, held in zip(settlements, won, strict=True) if held)
-        if sends:
-            await self.put_sends(sends)
         return won
 
     # operators

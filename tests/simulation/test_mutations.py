@@ -1,0 +1,243 @@
+"""The checkers are checked: each defect put in on purpose is found, and within a bounded number of tries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onefold import App, Context, State
+from onefold.envelope import Envelope
+from onefold.store import PutOptions, Query, Stored
+from onefold.stores.rows import message_row
+from onefold.stores.sqlite import SQLiteStore
+from onefold.stores.sqlite import session as sqlite_session
+from onefold.testing import HastyClock, drain
+from onefold.testing.checker import Effect, Entry, Final, Journal, check
+from onefold.testing.crash import Point, crash_points
+from onefold.testing.simulation import Simulation
+
+#: A defect that hides for longer than this would hide in two thousand seeds too often.
+SEEDS_MAX = 400
+
+
+def _seed_that_finds(*kinds: str) -> int:
+    """Run seeds until one shows a violation of these kinds."""
+    with Simulation() as simulation:
+        for seed in range(SEEDS_MAX):
+            result = simulation.run(seed)
+            found = [violation for violation in result.report.violations if violation.kind in kinds]
+            if found:
+                print(f"seed {seed}: {found[0]}")
+                return seed
+    raise AssertionError(f"the defect was not found by {SEEDS_MAX} seeds")
+
+
+# the mutants
+
+
+def _settle_without_fence(patch: pytest.MonkeyPatch) -> None:
+    """Whoever comes settles, whether or not the message is still theirs."""
+    unfenced = "DELETE FROM onefold_delivery WHERE id = ?1 RETURNING id, ?2"
+    assert "AND fence = ?" in sqlite_session.SQL["settle_end"]
+    patch.setitem(sqlite_session.SQL, "settle_end", unfenced)
+
+
+def _settle_after_the_commit(patch: pytest.MonkeyPatch) -> None:
+    """The handler's rows first, the outcome in a transaction of its own afterwards."""
+
+    async def commit(self: Context, settle: Callable[[Any], Any]) -> None:
+        self._stop_limit()
+        await self._leave(None)
+        async with self._store.transaction() as transaction:
+            await settle(transaction)
+
+    patch.setattr(Context, "commit", commit)
+
+
+def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
+    """First a look whether the key is taken, then, a moment later, an insert that does not look again."""
+
+    def insert(session: sqlite_session.Session, e: Envelope) -> Stored:
+        row = (e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None)
+        if not session.rows("put_key", *row):
+            session.rows("take_key", *row)
+        session.rows("put_message", *message_row(e, session._clock.now()))
+        session.rows("put_delivery", *sqlite_session._delivery_row(e, session._clock.now()))
+        return Stored(e.id, State.SCHEDULED)
+
+    async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        (e,) = envelopes
+        look = "SELECT message_id FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0"
+        for (first,) in await self.fetch(look, (e.scope, e.idempotency_key)):
+            return [Stored(first, State.SCHEDULED, duplicate=True)]
+        return [await self._write(lambda session: insert(session, e))]
+
+    patch.setattr(SQLiteStore, "put", put)
+
+
+def _forget_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """Leases that run out are never given to anybody else."""
+    statement = sqlite_session.SQL["claim_expired"]
+    patch.setitem(sqlite_session.SQL, "claim_expired", statement.replace("WHERE", "WHERE 0 AND"))
+
+
+def _answer_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    """The sender is told that its message is stored while it is still being written."""
+    original = SQLiteStore.put
+
+    async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+        async def write_later() -> None:
+            await self._clock.sleep(0.1)
+            await original(self, envelopes, options)
+
+        self._late = asyncio.ensure_future(write_later())  # type: ignore[attr-defined]
+        return [Stored(e.id, State.SCHEDULED) for e in envelopes]
+
+    patch.setattr(SQLiteStore, "put", put)
+
+
+def _send_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    """What a handler sends leaves at once, whatever becomes of the handler."""
+    original = Context.execute
+
+    async def execute(self: Context, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        sends, self.buffer.envelopes = self.buffer.envelopes, []
+        if sends:
+            await self._store.put(sends, PutOptions())
+        return await original(self, statement, *parameters)
+
+    patch.setattr(Context, "execute", execute)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kinds"),
+    [
+        (_settle_without_fence, ("stale",)),
+        (_settle_after_the_commit, ("duplicated", "torn")),
+        (_look_then_insert, ("duplicated",)),
+        (_forget_the_dead, ("stuck",)),
+        (_answer_before_it_is_durable, ("lost",)),
+        (_send_before_the_commit, ("phantom",)),
+    ],
+)
+def test_the_simulation_finds_the_defect(
+    mutate: Callable[[pytest.MonkeyPatch], None], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    seed = _seed_that_finds(*kinds)
+    monkeypatch.undo()
+    with Simulation() as simulation:
+        result = simulation.run(seed)
+    assert not result.report, f"it was found without the defect too: {result}"
+
+
+def test_crash_points_find_an_outcome_that_is_settled_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_app(trace: Any = None, hours: float = 0.0) -> App:
+        clock = HastyClock()
+        clock.advance(hours * 3_600)
+        app = App(store=SQLiteStore(str(tmp_path / "mutant.db"), clock=clock, trace=trace), clock=clock)
+
+        @app.task(key="{key}")
+        async def pay(ctx: Context, key: str) -> None:
+            await ctx.execute("INSERT INTO effect VALUES (?, ?, ?)", key, ctx.message.id, ctx.fence)
+
+        return app
+
+    async def prepare(number: int) -> None:
+        async with make_app() as app:
+            async with app.transaction() as transaction:
+                await transaction.execute("CREATE TABLE IF NOT EXISTS effect (key, message, fence)")
+            await app.tasks["pay"].send(f"k{number}")
+
+    async def act(point: Point) -> None:
+        point.armed = False
+        async with make_app(point.trace) as app:
+            point.armed = True
+            await app.work(until_idle=True)
+            point.armed = False
+
+    async def recover(point: Point) -> object:
+        async with make_app(hours=1) as app:
+            await drain(app)
+            key = f"k{point.number}"
+            point.journal.invoke("prepared", key)
+            rows = await app.store.fetch("SELECT key, message, fence FROM effect WHERE key = ?", [key])
+            finals = [r for r in await app.find(Query(limit=1_000)) if r.envelope.idempotency_key == key]
+            final = [Final(r.envelope.id, key, r.state) for r in finals]
+            return check(point.journal, [Effect(*row) for row in rows], final)
+
+    sound = crash_points(act, recover, prepare=prepare)
+    assert not sound.failures, sound
+    _settle_after_the_commit(monkeypatch)
+    (tmp_path / "mutant.db").unlink()
+    mutant = crash_points(act, recover, prepare=prepare)
+    print(mutant)
+    assert any("duplicated" in failure for failure in mutant.failures)
+
+
+# the checker by itself: each kind of violation, from the smallest history that has it
+
+
+def _journal(*entries: Entry) -> Journal:
+    journal = Journal()
+    for entry in entries:
+        journal.note(entry)
+    return journal
+
+
+ASKED = (Entry("p", "invoke", "k"), Entry("p", "ok", "k", "1"))
+DONE = Final("1", "k", State.DONE)
+ONCE = Effect("k", "1", 2)
+
+
+@pytest.mark.parametrize(
+    ("entries", "effects", "finals", "kinds"),
+    [
+        (ASKED, [ONCE], [DONE], []),
+        (ASKED, [], [Final("1", "k", State.DEAD)], []),
+        (ASKED[:1], [], [], []),
+        (ASKED, [], [], ["lost"]),
+        (ASKED, [], [DONE], ["lost"]),
+        (ASKED, [], [Final("1", "k", State.DONE, has_effect=False)], []),
+        (ASKED, [ONCE, ONCE], [DONE], ["duplicated"]),
+        (ASKED, [ONCE], [DONE, Final("2", "k", State.SCHEDULED)], ["duplicated", "stuck"]),
+        (ASKED, [ONCE], [DONE, Final("2", "k", State.DISCARDED)], []),
+        ((), [ONCE], [DONE], ["phantom", "phantom"]),
+        ((ASKED[0], Entry("p", "fail", "k")), [ONCE], [DONE], ["phantom", "phantom"]),
+        ((ASKED[0], Entry("p", "unknown", "k")), [ONCE], [DONE], []),
+        ((*ASKED, Entry("w", "claim", "", "1", 3)), [Effect("k", "1", 2, position=3)], [DONE], ["stale"]),
+        ((*ASKED, Entry("w", "claim", "", "1", 3)), [Effect("k", "1", 2, position=2)], [DONE], []),
+        (ASKED, [Effect("k", "1", 3), Effect("other", "1", 2)], [DONE], ["phantom", "stale"]),
+        (ASKED, [ONCE], [Final("1", "k", State.DEAD)], ["torn"]),
+        (ASKED, [], [Final("1", "k", State.LEASED)], ["stuck"]),
+    ],
+)
+def test_the_checker_finds_exactly_this(
+    entries: Sequence[Entry], effects: Sequence[Effect], finals: Sequence[Final], kinds: Sequence[str]
+) -> None:
+    report = check(_journal(*entries), effects, finals)
+    assert [violation.kind for violation in report.violations] == list(kinds), report
+    assert bool(report) == bool(kinds)
+
+
+def test_a_report_shows_only_the_entries_that_concern_the_violation() -> None:
+    journal = _journal(*ASKED, Entry("p", "invoke", "other"), Entry("w", "claim", "", "1", 2))
+    text = str(check(journal, [ONCE, ONCE], [DONE]))
+    assert "duplicated: k: its effect happened 2 times" in text
+    assert "p: ok k 1" in text
+    assert "w: claim  1 fence 2" in text
+    assert "other" not in text
+
+
+def test_a_journal_survives_the_process_that_kept_it() -> None:
+    written: list[bytes] = []
+    kept = Journal(written.append)
+    kept.invoke("p", "k")
+    kept.ok("p", "k", "1")
+    read = Journal()
+    read.read(b"".join(written) + b'{"client":"p","ev')  # the process died in the middle of a line
+    assert read.entries == kept.entries == list(ASKED)
