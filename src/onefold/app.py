@@ -198,7 +198,9 @@ class App:
         envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
         for change in self._on_send:
             envelope = check(change(envelope))
-        receipt = Receipt[R](envelope.id, call.task.signature.decode_result, self._find_outside, self._clock.sleep)
+        receipt: Receipt[R] = Receipt(
+            envelope.id, call.task.signature.decode_result, self._find_outside, self._clock.sleep
+        )
         return envelope, receipt
 
     async def _find_outside(self, query: Query) -> list[Record]:

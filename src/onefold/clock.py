@@ -86,6 +86,11 @@ def to_instant(moment: datetime) -> int:
     return round(moment.timestamp() * MICROSECONDS)
 
 
+async def give_way() -> None:
+    """Let everything else on the event loop have its turn."""
+    await asyncio.sleep(0)
+
+
 def pause(seconds: float) -> None:
     """Block the calling thread; only for the stores' own threads, never on an event loop."""
     time.sleep(seconds)

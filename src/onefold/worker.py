@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold import limits
-from onefold.clock import MICROSECONDS
+from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, OnefoldError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.store import HandBack, Lease, Outcome
@@ -24,6 +24,8 @@ logger = logging.getLogger("onefold")
 _UNSETTLED_MAX = 2_000
 #: Messages settled by one statement.
 _SETTLE_MAX = 500
+#: Messages a runner runs before it lets others have the event loop.
+_IN_A_ROW_MAX = 32
 #: When the store cannot be reached, try again after this long, doubling up to the second.
 _BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
 
@@ -214,11 +216,18 @@ class Worker:
     # running
 
     async def _run_supply(self) -> None:
+        in_a_row = 0
         while True:
             while not self._supply:
+                in_a_row = 0
                 self._supplied.clear()
                 await self._supplied.wait()
             await self._run_one(self._supply.popleft())
+            in_a_row += 1
+            if in_a_row == _IN_A_ROW_MAX:
+                # Handlers that never wait would keep the claimer, the renewer and a stop from their turn.
+                in_a_row = 0
+                await give_way()
 
     async def _run_one(self, held: Held) -> None:
         lease = held.lease

@@ -19,7 +19,7 @@ from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailableError
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, PutOptions, Query, State
 from onefold.stores.postgres import PostgresStore
-from onefold.stores.postgres.arrays import teach, texts
+from onefold.stores.postgres.arrays import numbers, teach, texts
 from onefold.stores.postgres.connection import SQL
 
 _chance = system_random()
@@ -154,6 +154,7 @@ def _plan_of_claim(url: str) -> str:
         given = {
             "now": None,
             "queues": texts(["default"]),
+            "floors": numbers([0]),
             "types": texts(["charge"]),
             "limit": 100,
             "lease": 1,
@@ -162,6 +163,27 @@ def _plan_of_claim(url: str) -> str:
         }
         rows = connection.execute("EXPLAIN " + SQL["claim"], given).fetchall()  # type: ignore[arg-type]
         return "\n".join(row[0] for row in rows)
+
+
+def test_what_comes_back_is_claimed_though_later_messages_were(postgres_url: str) -> None:
+    """A claim begins where the last one ended, but not for ever."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store, opened(postgres_url) as other:
+            old = envelope("old", due_at=1_000_000)
+            await store.put([old])
+            (mine,) = await claim(store)
+            await store.put([envelope(f"k{n}") for n in range(20)])
+            assert len(await claim(store, 10)) == 10
+            await store.settle([(mine, HandBack())])
+            (mine,) = await claim(store, 1)
+            assert mine.id == old.id
+            assert len(await claim(store, 5)) == 5
+            await other.settle([(mine, HandBack())])
+            while not any(lease.id == old.id for lease in await claim(store, 1)):
+                await _clock.sleep(0.05)
+
+    run(scenario)
 
 
 def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -> None:

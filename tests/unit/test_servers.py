@@ -19,9 +19,7 @@ def test_a_fresh_database_answers_a_query(postgres_url: str) -> None:
         assert connection.execute("SHOW fsync").fetchone() == ("on",)
 
 
-def test_a_committed_row_survives_kill_and_restart(
-    postgres_server: PostgresServer, postgres_url: str
-) -> None:
+def test_a_committed_row_survives_kill_and_restart(postgres_server: PostgresServer, postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as connection:
         connection.execute("CREATE TABLE kept (id int)")
         connection.execute("INSERT INTO kept VALUES (7)")

@@ -39,11 +39,6 @@ _DRAIN_ROUNDS, _DRAIN_SECONDS = 60, 30.0
 _DRAIN_SKEW = 86_400 * MICROSECONDS
 
 
-#: Whether a worker that was asked to stop must have handed back every message by the time it has stopped.
-#: Off until it does: today a stop forgets a claim that is on its way, and suspects that wait for their turn.
-STOP_HANDS_BACK = False
-
-
 class Crashed(BaseException):
     """The process is dead; whatever catches this is cleanup, and its store refuses every call."""
 
@@ -311,14 +306,15 @@ class World:
             for app in self._apps.values():
                 app.stop_working()
             await clock.sleep(1.0)
-            left = {task for task in left if not task.done()}
+            # Some die even now, of what was decided for them before.
+            left = {task for task in left if not task.done() and task.get_name() in self._apps}
         if left:
             names = sorted(task.get_name() for task in left)
             self._problems.append(Violation("stuck", names[0], (), "the process does not stop"))
         unaware: set[tuple[str, int]] = set().union(*(store.unaware for store in self._stores))
         for record in self.records():
             known = (record.envelope.id, record.fence) not in unaware
-            if record.state is State.LEASED and record.worker in self._apps and known and not left and STOP_HANDS_BACK:
+            if record.state is State.LEASED and record.worker in self._apps and known and not left:
                 problem = f"{record.worker} stopped and still holds it"
                 self._problems.append(Violation("stuck", key_of(record), (record.envelope.id,), problem))
 

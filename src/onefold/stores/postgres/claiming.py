@@ -22,6 +22,8 @@ _EVERY_LEASE_SECONDS = 30.0
 _COST_MAX = 0.05
 #: Look for run-out leases this often; nobody is in a hurry who waited for a whole lease.
 _EXPIRED_SECONDS = 1.0
+#: Run-out leases released at once, so that nobody waits long for the statement.
+_EXPIRED_MAX = 1_000
 #: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
 _SLACK = 3 * MICROSECONDS
 
@@ -85,9 +87,10 @@ class Claimer:
             return
         self._expired_at = now
         everywhere = self._leases.begin() or self._exact
-        released = await session.release_expired(0 if everywhere else self._lease_floor)
+        looked_at, released = await session.release_expired(0 if everywhere else self._lease_floor, _EXPIRED_MAX)
         if everywhere:
             self._leases.end()
         if released:
             self.look_everywhere()
-            self._lease_floor = max(released) - _SLACK
+        if released < _EXPIRED_MAX:
+            self._lease_floor = looked_at - _SLACK

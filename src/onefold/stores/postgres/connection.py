@@ -53,7 +53,7 @@ Role = Literal["control", "put", "settle", "spare", "handlers", "listen", "migra
 SETTINGS: Mapping[Role, Mapping[str, str]] = {
     "control": _CONTROL,
     # One sender who waits for a foreign transaction must not hold up those who share its statement.
-    "put": {**_CONTROL, "lock_timeout": "200ms"},
+    "put": {**_CONTROL, "lock_timeout": "100ms"},
     # What handlers sent is put while settling; a handler's whole transaction may be waited for, no more.
     "settle": {**_CONTROL, "lock_timeout": "3s"},
     # Extending a lease and waking others may be forgotten in a power failure: fences do not depend on them.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import psycopg
 from psycopg import errors
-from psycopg_pool import PoolClosed, PoolTimeout
+from psycopg_pool import PoolClosed
 
 from onefold.errors import OnefoldError, SchemaError, StoreError, StoreUnavailableError
 
 #: The server ends sessions with these when it stops, fails over or loses patience; 25006 comes from a former primary.
-_LOST_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006", "53300"})
+_LOST_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006"})
 
 
 class BlockedError(StoreUnavailableError):
     """Another transaction held a key or a row for longer than this statement was allowed to wait."""
 
 
-def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object] | None) -> bool:
+def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -> bool:
     """Whether the session is gone, so that nobody knows what became of its last statement."""
-    if connection is None or connection.closed or isinstance(error, PoolTimeout):
+    if connection.closed:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
     return error.sqlstate in _LOST_STATES or (error.sqlstate or "").startswith("08")
 

@@ -104,6 +104,7 @@ class Link:
         self._patience = patience
         self._turn = asyncio.Lock()
         self._wire: Wire | None = None
+        self._closed = False
         self._process = os.getpid()
 
     async def run(self, work: Work[Answer]) -> Answer:
@@ -113,6 +114,8 @@ class Link:
             return await persistently(partial(self._attempt, work), patience=self._patience)
 
     async def _attempt(self, work: Work[Answer], repeated: bool) -> Answer:
+        if self._closed:
+            raise StoreError("the store is closed; use it inside `async with app`")
         if self._wire is None or self._wire.connection.closed:
             try:
                 self._wire = await self._connector.connect(self._role)
@@ -121,9 +124,12 @@ class Link:
         return await _do(work, self._wire, repeated)
 
     async def close(self) -> None:
-        if self._wire is not None:
-            await self._wire.connection.close()
-            self._wire = None
+        """Wait for what is under way, then disconnect for good."""
+        self._closed = True
+        async with self._turn:
+            if self._wire is not None:
+                await self._wire.connection.close()
+                self._wire = None
 
     @property
     def backend_pid(self) -> int | None:

@@ -135,13 +135,17 @@ RETURNING 1
 
 -- name: claim_expired
 -- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
-UPDATE onefold.delivery SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
-WHERE id = ANY (ARRAY(
-    SELECT id FROM onefold.delivery
-    WHERE state = 1 AND lease_until <= (SELECT coalesce(%(now)s::bigint, onefold.clock()))
-    ORDER BY lease_until LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED))
-RETURNING 1
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+released AS (
+    UPDATE onefold.delivery SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
+    WHERE id = ANY (ARRAY(
+        SELECT id FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(floor)s::bigint AND lease_until <= (SELECT now FROM clock)
+        ORDER BY lease_until LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED))
+    RETURNING 1
+)
+SELECT now, (SELECT count(*) FROM released) FROM clock
 
 -- name: claim
 -- Stands for claim_possible, claim_select and claim_take.
@@ -150,10 +154,10 @@ RETURNING 1
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 picked AS MATERIALIZED (
     SELECT due.id
-    FROM unnest(%(queues)s::text[]) AS q (queue)
+    FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) AS q (queue, floor)
     CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
-        WHERE queue = q.queue AND state = 0 AND due_at <= (SELECT now FROM clock)
+        WHERE queue = q.queue AND state = 0 AND due_at >= q.floor AND due_at <= (SELECT now FROM clock)
             AND message_type = ANY (%(types)s::text[])
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
@@ -165,14 +169,14 @@ taken AS (
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
         worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
-    RETURNING id, due_at, expires_at, fence, attempt, crashes, replay_count
+    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count
 )
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
-ORDER BY t.due_at, t.id
+ORDER BY array_position(%(queues)s::text[], t.queue), t.due_at, t.id
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
@@ -189,22 +193,22 @@ WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS
 ended AS (
     DELETE FROM onefold.delivery d
     USING unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
-        %(results)s::bytea[], %(failures)s::bytea[], %(workers)s::text[])
-        WITH ORDINALITY AS g (id, fence, key_window, body_window, result, failure, worker, place)
+        %(results)s::bytea[], %(failures)s::bytea[], %(failed_runs)s::int[], %(workers)s::text[])
+        WITH ORDINALITY AS g (id, fence, key_window, body_window, result, failure, failed_runs, worker, place)
     WHERE d.id = g.id AND d.fence = g.fence
-    RETURNING g.place, d.id, d.queue, d.fence, d.attempt + CASE WHEN g.failure IS NULL THEN 0 ELSE 1 END AS attempt,
-        d.crashes, d.replay_count, g.key_window, g.body_window, g.result, g.failure, g.worker
+    RETURNING g.place, d.id, d.queue, d.fence, d.attempt, d.crashes, d.replay_count, g.key_window, g.body_window,
+        g.result, g.failure, g.failed_runs, g.worker
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
         purge_at, result, failure)
-    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt, crashes, replay_count, now,
-        now + key_window, now + least(key_window, body_window), result, failure
+    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt + failed_runs, crashes,
+        replay_count, now, now + key_window, now + least(key_window, body_window), result, failure
     FROM ended CROSS JOIN clock
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure)
-    SELECT id, fence, attempt, now, worker, failure FROM ended CROSS JOIN clock WHERE failure IS NOT NULL
+    SELECT id, fence, attempt + 1, now, worker, failure FROM ended CROSS JOIN clock WHERE failure IS NOT NULL
 )
 SELECT place FROM ended
 

@@ -35,8 +35,6 @@ from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
 
 Settlement = tuple[Lease, Outcome]
 
-#: Run-out leases released at once, so that nobody waits long for the statement.
-_EXPIRED_MAX = 1_000
 #: Comes before every id.
 _FIRST_ID = "00000000-0000-0000-0000-000000000000"
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -83,18 +81,29 @@ class Session:
 
     # claim
 
-    async def release_expired(self) -> None:
-        """Make messages claimable whose lease ran out."""
-        await self.wire.rows("claim_expired", {"now": self._now, "limit": _EXPIRED_MAX})
+    async def release_expired(self, floor: int, limit: int) -> tuple[int, int]:
+        """Make messages claimable whose lease ran out since ``floor``; return the time and how many they were."""
+        rows = await self.wire.rows("claim_expired", {"now": self._now, "floor": floor, "limit": limit})
+        now, released = rows[0]
+        return now, released
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        floors: Sequence[int],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
     ) -> list[Lease]:
+        """Take due messages; of each queue only those that were due at its floor or later."""
         rows = await self.wire.rows(
             "claim",
             {
                 "now": self._now,
                 "queues": texts(queues),
+                "floors": numbers(floors),
                 "types": texts(types),
                 "limit": limit,
                 "lease": round(lease * MICROSECONDS),
@@ -251,6 +260,8 @@ def _ending(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
         "body_windows": numbers([round(o.body_retention * MICROSECONDS) for o in outcomes]),
         "results": blobs([o.result if isinstance(o, Done) else None for o in outcomes]),
         "failures": blobs([encode_failure(o.failure) if isinstance(o, Dead) else None for o in outcomes]),
+        # A run that succeeded is not a failed one, and a message that expired did not run this time.
+        "failed_runs": numbers([int(isinstance(o, Dead) and o.ran) for o in outcomes]),
         "workers": texts([lease.worker if isinstance(o, Dead) else None for lease, o in settlements]),
     }
 

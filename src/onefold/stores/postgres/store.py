@@ -13,13 +13,14 @@ from typing import Any
 
 import psycopg
 
-from onefold.clock import MICROSECONDS, Clock, SystemClock
+from onefold.clock import Clock
 from onefold.envelope import Envelope
 from onefold.errors import StoreError, StoreUnavailableError
 from onefold.store import (
     Attempt,
     Capabilities,
     Counts,
+    HandBack,
     Lease,
     Outcome,
     PutOptions,
@@ -31,6 +32,7 @@ from onefold.store import (
 )
 from onefold.stores.coalesce import Coalescer
 from onefold.stores.postgres import resolve, schema
+from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import (
     BEGIN,
     BEGIN_READING,
@@ -50,10 +52,6 @@ from onefold.stores.postgres.wake import Bell
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
-#: Look for run-out leases this often; nobody is in a hurry who waited for a whole lease.
-_EXPIRED_SECONDS = 1.0
-
-_machine = SystemClock()
 
 
 class PostgresStore:
@@ -84,7 +82,7 @@ class PostgresStore:
         if listen_url is not None or pooler == "session":
             self._listening = Connector(listen_url or url, pooler="session", trace=trace)
         self._opened = False
-        self._expired_at = 0
+        self._claimer = Claimer(exact=clock is not None)
         self.capabilities = Capabilities(
             transactional=True, shared=True, notifies=self._listening is not None, durability="process crash"
         )
@@ -97,7 +95,7 @@ class PostgresStore:
         self._handlers = Handlers(self._connector, size=self._pool_size, patience=self._patience)
         self._bell = Bell(self._links["spare"], self._listening)
         self._puts: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_puts, most=_TOGETHER_MAX)
-        self._contests: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
+        self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
         self._settles: Coalescer[Settlement, bool] = Coalescer(self._flush_settles, most=_TOGETHER_MAX)
         self._opened = True
         try:
@@ -157,11 +155,14 @@ class PostgresStore:
         return answers
 
     async def _put_shared(self, envelopes: Sequence[Envelope]) -> Stored | None:
-        """Put one message in a statement shared with others; None when it would have kept them waiting."""
-        stored: Stored | None = None
-        if envelopes[0].deduplication_key is None:
-            stored = (await self._puts.add(envelopes))[0]
-        return stored or (await self._contests.add(envelopes))[0]
+        """Put one message in a statement shared with others; None when it would keep them waiting."""
+        try:
+            stored: Stored | None = None
+            if envelopes[0].deduplication_key is None:
+                stored = (await self._puts.add(envelopes))[0]
+            return stored or (await self._contests.add(envelopes))[0]
+        except BlockedError:
+            return None
 
     async def _put_alone(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         async def work(wire: Wire, _: bool) -> list[Stored]:
@@ -171,40 +172,31 @@ class PostgresStore:
         return await self._handlers.run(work) if envelopes else []
 
     async def _flush_puts(self, envelopes: list[Envelope]) -> list[Stored | None]:
-        """Store messages whose keys are free, without a transaction around the one statement."""
+        """Store messages whose keys are free, in one statement; None for the others."""
 
         async def work(wire: Wire, _: bool) -> list[bool]:
             return await self._session(wire).put_fresh(envelopes)
 
-        try:
-            fresh = await self._use("put").run(work)
-        except BlockedError:
-            if len(envelopes) > 1:
-                raise
-            fresh = [False]
+        fresh = await self._use("put").run(work)
         return [
             Stored(e.id, State.SCHEDULED) if new or not e.keyed else None
             for e, new in zip(envelopes, fresh, strict=True)
         ]
 
-    async def _flush_contests(self, envelopes: list[Envelope]) -> list[Stored | None]:
+    async def _flush_contests(self, envelopes: list[Envelope]) -> list[Stored]:
         """Judge messages whose keys are taken."""
 
-        async def work(wire: Wire, _: bool) -> list[Stored | None]:
+        async def work(wire: Wire, _: bool) -> list[Stored]:
             async with wire.transaction():
-                return [*await self._session(wire).put_contested(envelopes)]
+                return await self._session(wire).put_contested(envelopes)
 
-        try:
-            return await self._use("put").run(work)
-        except BlockedError:
-            if len(envelopes) > 1:
-                raise
-            return [None]
+        return await self._use("put").run(work)
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._use("settle")
         won = await self._settles.add(settlements) if settlements else []
-        self._bell.ring(settled_queues(s for s, held in zip(settlements, won, strict=True) if held))
+        settled = [settlement for settlement, held in zip(settlements, won, strict=True) if held]
+        self._wake_after(settled, settled_queues(settled))
         return won
 
     async def _flush_settles(self, settlements: list[Settlement]) -> list[bool]:
@@ -223,20 +215,11 @@ class PostgresStore:
         self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
     ) -> list[Lease]:
         async def work(wire: Wire, _: bool) -> list[Lease]:
-            session = self._session(wire)
-            if self._may_have_expired():
-                await session.release_expired()
-            return await session.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+            return await self._claimer.claim(
+                self._session(wire), queues, types=types, limit=limit, lease=lease, worker=worker
+            )
 
         return await self._use("claim").run(work)
-
-    def _may_have_expired(self) -> bool:
-        """Say whether it is time to look for run-out leases: always when a test moves the clock."""
-        now = _machine.steady()
-        if self._clock is None and now < self._expired_at + _EXPIRED_SECONDS * MICROSECONDS:
-            return False
-        self._expired_at = now
-        return True
 
     async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease, starting))
@@ -245,13 +228,23 @@ class PostgresStore:
         self._use("spare")
         await self._bell.wait(queues, timeout)
 
+    def _wake_after(self, settled: Sequence[Settlement], queues: set[str]) -> None:
+        # What was handed back keeps its due time, which may lie before the place where the next claim begins.
+        if any(isinstance(outcome, HandBack) for _, outcome in settled):
+            self._claimer.look_everywhere()
+        self._bell.ring(queues)
+
     # transactions
 
     @asynccontextmanager
     async def transaction(self, connection: Any = None) -> AsyncIterator[PostgresTransaction]:
         if connection is not None:
             joined = self._connector.wire(refuse_foreign(connection), "handlers", joined=True)
-            yield PostgresTransaction(self._session(joined))
+            transaction = PostgresTransaction(self._session(joined))
+            try:
+                yield transaction
+            finally:
+                transaction.over = True
             return
         self._use("settle")
         wire = await self._handlers.begin(BEGIN)
@@ -267,7 +260,7 @@ class PostgresStore:
             await self._commit(transaction)
         finally:
             await self._handlers.give_back(wire)
-        self._bell.ring(transaction.queues)
+        self._wake_after(transaction.settled, transaction.queues)
 
     async def _commit(self, transaction: PostgresTransaction) -> None:
         """Commit; when the reply was lost, find out whether it happened before saying anything."""

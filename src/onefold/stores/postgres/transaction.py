@@ -12,7 +12,7 @@ from psycopg import AsyncConnection
 from onefold import limits
 from onefold.envelope import Envelope
 from onefold.errors import StoreError
-from onefold.store import Act, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.store import Act, Again, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.connection import Wire, refuse_lost
 from onefold.stores.postgres.faults import translated
 from onefold.stores.postgres.session import Session, Settlement, sends_of
@@ -106,5 +106,9 @@ def queues_to_ring(envelopes: Iterable[Envelope]) -> set[str]:
 def settled_queues(settlements: Iterable[Settlement]) -> set[str]:
     """Return the queues in which settling these has left something to claim now."""
     settlements = list(settlements)
-    back = {lease.envelope.queue for lease, outcome in settlements if isinstance(outcome, HandBack)}
+    back = {
+        lease.envelope.queue
+        for lease, outcome in settlements
+        if isinstance(outcome, HandBack) or (isinstance(outcome, Again) and not outcome.delay)
+    }
     return back | queues_to_ring(sends_of(settlements))

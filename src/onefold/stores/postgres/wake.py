@@ -21,6 +21,8 @@ from onefold.stores.postgres.link import Backoff, Link
 
 #: A burst of puts wakes others once in this time, the first of them at once.
 _NOTIFY_SECONDS = 0.01
+#: When the store closes, the last notification may take this long.
+_CLOSE_SECONDS = 1.0
 #: While nobody can be reached the listener keeps trying, for as long as the store is open.
 _FOR_EVER = float(10**9)
 
@@ -104,7 +106,9 @@ class Bell:
             await asyncio.wait([self._listener])
             self._listener = None
         if self._notifier is not None:
-            await asyncio.wait([self._notifier], timeout=1.0)
+            notifier = self._notifier
+            await asyncio.wait([notifier], timeout=_CLOSE_SECONDS)
+            notifier.cancel()
 
 
 async def _send(wire: Wire, names: list[str]) -> None:

@@ -98,6 +98,7 @@ class Wake:
             self._listening = None
             with contextlib.suppress(OSError):
                 os.unlink(self._name)
+                self._directory.rmdir()  # refused while others still listen there
         if self._sending is not None:
             self._sending.close()
             self._sending = None
