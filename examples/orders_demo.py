@@ -140,7 +140,9 @@ async def play(console: Console) -> bool:
     chance = random.Random(7)
     async with app:
         async with app.transaction() as tx:
-            await tx.execute("CREATE TABLE charge (order_id INTEGER NOT NULL, cents INTEGER NOT NULL, worker INTEGER NOT NULL)")
+            await tx.execute(
+                "CREATE TABLE charge (order_id INTEGER NOT NULL, cents INTEGER NOT NULL, worker INTEGER NOT NULL)"
+            )
             await tx.execute("CREATE TABLE confirmation (order_id INTEGER NOT NULL)")
             await tx.execute("CREATE TABLE sending (duplicate INTEGER NOT NULL)")
         cast = Cast()
@@ -176,7 +178,9 @@ async def verdict(console: Console, killed: int) -> bool:
         told = ", ".join(f"{orders:,} orders took effect {times}×" for times, orders in sorted(per_order.items()))
         console.print(f"{table + 's:':15}{told}; {missing:,} missing")
     if good:
-        console.print(f"[green]Every order took effect once, over {killed} killed workers and about {SENDS:,} sends.[/]")
+        console.print(
+            f"[green]Every order took effect once, over {killed} killed workers and about {SENDS:,} sends.[/]"
+        )
     else:
         console.print("[red]Some order did not take effect once: this is a defect, please report it.[/]")
     return good

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     consumes,
     invariant,
     multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -202,6 +203,19 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(id_=messages)
     def redrive(self, id_: str) -> None:
         assert self._move(id_, State.SCHEDULED) is self.model.redrive(id_)
+
+    @precondition(lambda self: self.dead())
+    @rule(later=st.sampled_from([0.0, 0.0, 100.0]), key=_keys, data=st.data())
+    def redrive_a_dead_letter(self, later: float, key: str | None, data: st.DataObject) -> None:
+        """Sometimes too late, and sometimes after somebody else has sent the same again."""
+        id_ = data.draw(st.sampled_from(self.dead()))
+        self.time_passes(later)
+        if later:
+            self.put(key, b"[1]", None, 0, False, False)
+        self.redrive(id_)
+
+    def dead(self) -> list[str]:
+        return sorted(id_ for id_, message in self.model.messages.items() if message.state is State.DEAD)
 
     @rule(id_=messages)
     def discard(self, id_: str) -> None:

@@ -135,6 +135,16 @@ def test_different_arguments_never_give_the_same_key(
     assert key(**dict(zip("abc", one, strict=True))) != key(**dict(zip("abc", other, strict=True)))
 
 
+@given(st.data(), _separator)
+def test_the_same_text_cut_at_different_places_gives_different_keys(data: st.DataObject, separator: str) -> None:
+    """B4: a value that holds the separator itself does not move the border between two fields."""
+    pieces = data.draw(st.lists(_value, min_size=3, max_size=5))
+    cut, other = data.draw(st.lists(st.integers(1, len(pieces) - 1), min_size=2, max_size=2, unique=True))
+    key = template("{a}" + separator + "{b}", a=str, b=str)
+    keys = [key(a=separator.join(pieces[:at]), b=separator.join(pieces[at:])) for at in (cut, other)]
+    assert keys[0] != keys[1]
+
+
 def test_escapes_of_two_separators_are_not_taken_for_each_other() -> None:
     """B4: a blank is %20, and an ellipsis must not become %2026."""
     key = template("{a} \u2026{b}", a=str, b=str)
