@@ -167,6 +167,8 @@ class Signature:
         refuse_what_json_hides(data, value, field="result")
         if len(data) > limits.RESULT_BYTES_MAX:
             raise LimitError("result", f"has {len(data)} bytes; at most {limits.RESULT_BYTES_MAX} are kept")
+        # A result that does not fit the return hint would be stored, and then refused to everybody who asks for it.
+        self.decode_result(data)
         return data
 
     def decode_result(self, data: bytes) -> Any:

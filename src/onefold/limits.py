@@ -110,14 +110,19 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-def check_bytes(field: str, text: str, most: int) -> str:
-    """Refuse text that is empty, too long, or holds characters that travel badly; return it otherwise."""
+def check_text(field: str, text: str) -> int:
+    """Refuse what no store could be asked for; return the length in bytes otherwise."""
     if not isinstance(text, str):
         raise LimitError(field, f"is a {type(text).__name__}, not text")
     try:
-        size = len(text.encode())
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise LimitError(field, "holds a lone surrogate, which is not text") from error
+
+
+def check_bytes(field: str, text: str, most: int) -> str:
+    """Refuse text that is empty, too long, or holds characters that travel badly; return it otherwise."""
+    size = check_text(field, text)
     if not 0 < size <= most:
         raise LimitError(field, f"has {size} bytes; 1 to {most} are allowed")
     if not text.isprintable():

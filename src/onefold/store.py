@@ -158,6 +158,10 @@ class Record(msgspec.Struct, frozen=True):
     result: bytes | None = None
     failure: Failure | None = None
 
+    def __repr__(self) -> str:
+        # Without payload and result: what is printed or logged is no place for them.
+        return f"<record {self.envelope.id} {self.envelope.message_type} {self.state.name.lower()}>"
+
 
 class Attempt(msgspec.Struct, frozen=True):
     """One failed run."""
@@ -183,13 +187,19 @@ class Query:
     after: str = ""
     limit: int = limits.PAGE
 
+    def __post_init__(self) -> None:
+        for name in ("queue", "message_type", "correlation_id"):
+            if (text := getattr(self, name)) is not None:
+                limits.check_text(name, text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOptions:
     """How a whole ``put`` behaves."""
 
     if_dead: Literal["keep", "redrive"] = "keep"
-    #: Covers all envelopes at once: the second put of the same batch stores nothing.
+    #: Covers all envelopes at once: the second put of the same batch stores nothing.  The envelopes need keys of
+    #: their own, by which the second put finds the messages of the first.
     batch_key: str | None = None
 
 

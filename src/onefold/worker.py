@@ -44,6 +44,7 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
         limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
+        limits.check_name("worker", self.name)
         for queue in self.queues:
             limits.check_name("queue", queue)
 
@@ -130,7 +131,7 @@ class Worker:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            if await self._claim_some(wanted):
+            if await self._claim_some(wanted) != 0:
                 continue
             if self._settings.until_idle and not self._busy:
                 return
@@ -149,7 +150,8 @@ class Worker:
         # Small claims cost as much as large ones, so wait until half of the supply is used up.
         return min(wanted, room) if len(self._supply) <= ahead // 2 else 0
 
-    async def _claim_some(self, wanted: int) -> int:
+    async def _claim_some(self, wanted: int) -> int | None:
+        """Return how many were claimed, or None when the store could not be asked."""
         asked_at = self._clock.steady()
         elapsed = max(asked_at - self._last_claim, 1) / MICROSECONDS
         self._rate = 0.5 * self._rate + 0.5 * self._started / elapsed
@@ -159,7 +161,7 @@ class Worker:
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=claim error=%s", error)
             await self._clock.sleep(_BACK_OFF_SECONDS * 5)
-            return 0
+            return None
         self.checked_at = self._clock.now()
         self._accept(leases, asked_at)
         return len(leases)

@@ -12,17 +12,9 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.codec import fingerprint_of
 from onefold.envelope import UNKEYED, Envelope
@@ -54,6 +46,10 @@ _outcomes = st.sampled_from(
         HandBack(),
     ]
 )
+_four_outcomes = st.lists(_outcomes, min_size=4, max_size=4)
+#: Counted back from the latest.
+_picks = st.integers(min_value=0, max_value=7)
+_later = st.sampled_from([0.0, 0.0, 45.0, 100.0])
 
 
 @dataclass
@@ -75,9 +71,6 @@ _numbers = itertools.count()
 class StoreMachine(RuleBasedStateMachine):
     """Messages of a queue and a type of their own, so that many machines may share one database."""
 
-    messages = Bundle("messages")
-    leases = Bundle("leases")
-
     def __init__(self, scene: Scene) -> None:
         super().__init__()
         self.scene = scene
@@ -86,6 +79,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.name = f"machine-{self.number}"
         self.model = Model(now=scene.clock.now())
         self.sent = itertools.count()
+        self.ids: list[str] = []
+        self.leases: list[Lease] = []
 
     def teardown(self) -> None:
         if self.scene.close:
@@ -108,10 +103,17 @@ class StoreMachine(RuleBasedStateMachine):
             **fields,
         )
 
+    def some_id(self, pick: int) -> str:
+        return self.ids[-1 - pick % len(self.ids)]
+
     # The verbs.
 
+    @initialize(keys=st.lists(_keys, min_size=1, max_size=4))
+    def begin(self, keys: list[str | None]) -> None:
+        for key in keys:
+            self.put(key, b"[1]", None, 0, False, False)
+
     @rule(
-        target=messages,
         key=_keys,
         payload=_payloads,
         deduplicate=_deduplication_keys,
@@ -121,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def put(
         self, key: str | None, payload: bytes, deduplicate: str | None, delay: int, redrive: bool, inside: bool
-    ) -> str:
+    ) -> None:
         options = PutOptions(if_dead="redrive" if redrive else "keep")
         sent = self.envelope(
             key, payload, deduplication_key=deduplicate, deduplicate_for=60 * MICROSECONDS, delay=delay
@@ -129,55 +131,51 @@ class StoreMachine(RuleBasedStateMachine):
         stored = self.scene.run(self._put_inside(sent, options) if inside else self.store.put([sent], options))[0]
         expected = self.model.put(sent, options)
         assert (stored.id, stored.duplicate, stored.clash) == (expected.id, expected.duplicate, expected.clash)
-        first = self.model.messages[stored.id]
-        if first.lease_until > self.model.now:
+        if self.model.messages[stored.id].lease_until > self.model.now:
             assert stored.state is expected.state
-        return stored.id
+        self.ids.append(stored.id)
 
     async def _put_inside(self, sent: Envelope, options: PutOptions) -> list[Any]:
         async with self.store.transaction() as transaction:
             return await transaction.put([sent], options)
 
-    @rule(id_=messages)
-    def put_again(self, id_: str) -> None:
+    @rule(pick=_picks)
+    def put_again(self, pick: int) -> None:
         """The answer was lost, and the sender asks again with the very same message."""
-        message = self.model.messages.get(id_)
+        message = self.model.messages.get(self.some_id(pick))
         if message is None or message.envelope.deduplication_key is not None:
             return
         expected = self.model.put(message.envelope, PutOptions())
         stored = self.scene.run(self.store.put([message.envelope]))[0]
         assert (stored.id, stored.duplicate, stored.clash) == (expected.id, expected.duplicate, expected.clash)
 
-    @rule(target=leases, limit=st.sampled_from([1, 2, 100]))
-    def claim(self, limit: int) -> Any:
+    @rule(limit=st.sampled_from([1, 2, 100]), after=st.sampled_from([0.0, 0.0, 5.0, LEASE]))
+    def claim(self, limit: int, after: float) -> None:
+        """After the length of a lease, whoever holds anything was too slow, and its lease goes stale."""
+        self.time_passes(after)
         claimed = self.scene.run(
             self.store.claim([self.name], types=[self.name], limit=limit, lease=LEASE, worker="grace")
         )
         self.model.claim(claimed, limit, LEASE)
-        return multiple(*claimed)
+        self.leases += claimed
 
-    @rule(target=leases)
-    def lease_runs_out(self) -> Any:
-        """Whoever holds anything is too slow, and somebody else takes over; rare enough to need a rule of its own."""
-        self.time_passes(LEASE)
-        return self.claim(100)
-
-    @rule(some=st.lists(leases, min_size=1, max_size=3, unique_by=lambda one: (one.id, one.fence)))
-    def extend(self, some: list[Lease]) -> None:
+    @rule(picks=st.lists(_picks, min_size=1, max_size=3, unique=True))
+    def extend(self, picks: list[int]) -> None:
+        some = self._some_leases(picks)
         held = self.scene.run(self.store.extend(some, lease=LEASE))
         for lease, mine in zip(some, held, strict=True):
             self.model.extend(lease, mine, LEASE)
 
-    @rule(target=leases, lease=consumes(leases), outcome=_outcomes, child=st.booleans())
-    def settle(self, lease: Lease, outcome: Outcome, child: bool) -> Lease:
-        """Fresh or stale, it goes back into the bundle and may be tried again later."""
-        return self._settle([(lease, outcome)], child)
+    @rule(picks=st.lists(_picks, min_size=1, max_size=4, unique=True), outcomes=_four_outcomes, child=st.booleans())
+    def settle(self, picks: list[int], outcomes: list[Outcome], child: bool) -> None:
+        """One or several at once, with leases that are held, were lost or were settled before."""
+        self._settle(list(zip(self._some_leases(picks), outcomes, strict=False)), child)
 
-    @rule(some=st.lists(leases, min_size=2, max_size=4, unique_by=lambda one: (one.id, one.fence)), data=st.data())
-    def settle_together(self, some: list[Lease], data: st.DataObject) -> None:
-        self._settle([(lease, data.draw(_outcomes)) for lease in some], data.draw(st.booleans()))
+    def _some_leases(self, picks: list[int]) -> list[Lease]:
+        """Return leases, the latest most of the time, none of them twice."""
+        return [self.leases[-1 - pick] for pick in picks if pick < len(self.leases)]
 
-    def _settle(self, settlements: list[tuple[Lease, Outcome]], child: bool) -> Lease:
+    def _settle(self, settlements: list[tuple[Lease, Outcome]], child: bool) -> None:
         if child:
             settlements = [(lease, self._with_child(lease, outcome)) for lease, outcome in settlements]
         won = self.scene.run(self.store.settle(settlements))
@@ -186,62 +184,55 @@ class StoreMachine(RuleBasedStateMachine):
             if lease.id in self.model.messages:
                 attempts = self.scene.run(self.store.attempts(lease.id))
                 assert len(attempts) == self.model.messages[lease.id].failures
-        return settlements[0][0]
 
     def _with_child(self, lease: Lease, outcome: Outcome) -> Outcome:
         if not isinstance(outcome, Done):
             return outcome
-        return Done(
-            outcome.result, (self.envelope(f"{lease.id}/0", b"[3]"),), outcome.key_window, outcome.body_retention
-        )
+        child = self.envelope(f"{lease.id}/0", b"[3]")
+        return Done(outcome.result, (child,), outcome.key_window, outcome.body_retention)
 
-    @rule(seconds=st.sampled_from([1.0, 5.0, LEASE, 45.0, 100.0, 3_600.0]))
+    @rule(key=_keys, outcome=_outcomes, operator=st.sampled_from([None, "redrive", "discard"]), later=_later)
+    def live(self, key: str | None, outcome: Outcome, operator: str | None, later: float) -> None:
+        """A whole life at once, and what may follow it: steps that chance alone seldom puts in a row."""
+        self.put(key, b"[1]", None, 0, False, False)
+        id_ = self.ids[-1]
+        self.claim(100, 0.0)
+        self._settle([(lease, outcome) for lease in self.leases if lease.id == id_][-1:], False)
+        self.time_passes(later)
+        if later:
+            self.put(key, b"[1]", None, 0, False, False)
+        if operator is not None:
+            self.operate(operator, self.ids[::-1].index(id_))
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, LEASE, 45.0, 100.0, 3_600.0, limits.KEY_WINDOW]))
     def time_passes(self, seconds: float) -> None:
         self.scene.clock.advance(seconds)
         self.model.now = self.scene.clock.now()
 
-    @rule(id_=messages)
-    def redrive(self, id_: str) -> None:
-        assert self._move(id_, State.SCHEDULED) is self.model.redrive(id_)
+    @rule(verb=st.sampled_from(["redrive", "discard", "cancel"]), pick=_picks)
+    def operate(self, verb: str, pick: int) -> None:
+        id_ = self.some_id(pick)
+        to, follow = {
+            "redrive": (State.SCHEDULED, self.model.redrive),
+            "discard": (State.DISCARDED, self.model.discard),
+            "cancel": (State.CANCELLED, self.model.cancel),
+        }[verb]
+        assert self.scene.run(self._move(id_, to)) is follow(id_)
 
-    @precondition(lambda self: self.dead())
-    @rule(later=st.sampled_from([0.0, 0.0, 100.0]), key=_keys, data=st.data())
-    def redrive_a_dead_letter(self, later: float, key: str | None, data: st.DataObject) -> None:
-        """Sometimes too late, and sometimes after somebody else has sent the same again."""
-        id_ = data.draw(st.sampled_from(self.dead()))
-        self.time_passes(later)
-        if later:
-            self.put(key, b"[1]", None, 0, False, False)
-        self.redrive(id_)
-
-    def dead(self) -> list[str]:
-        return sorted(id_ for id_, message in self.model.messages.items() if message.state is State.DEAD)
-
-    @rule(id_=messages)
-    def discard(self, id_: str) -> None:
-        assert self._move(id_, State.DISCARDED) is self.model.discard(id_)
-
-    @rule(id_=messages)
-    def cancel(self, id_: str) -> None:
-        assert self._move(id_, State.CANCELLED) is self.model.cancel(id_)
-
-    def _move(self, id_: str, to: State) -> bool:
-        async def move() -> bool:
-            async with self.store.transaction() as transaction:
-                return await transaction.move([id_], to, _ACT) == [id_]
-
-        return self.scene.run(move())
+    async def _move(self, id_: str, to: State) -> bool:
+        async with self.store.transaction() as transaction:
+            return await transaction.move([id_], to, _ACT) == [id_]
 
     @rule()
     def purge(self) -> None:
-        async def purge() -> None:
-            while True:
-                async with self.store.transaction() as transaction:
-                    if (await transaction.purge()).total == 0:
-                        return
-
-        self.scene.run(purge())
+        self.scene.run(self._purge())
         self.model.purge()
+
+    async def _purge(self) -> None:
+        while True:
+            async with self.store.transaction() as transaction:
+                if (await transaction.purge()).total == 0:
+                    return
 
     # What is always true.
 

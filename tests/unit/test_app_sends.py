@@ -273,7 +273,6 @@ def test_a_message_that_expired_is_a_dead_letter_and_never_ran(bench: Bench) -> 
     bench.run(scenario)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="execution._refuse does not use the key_window of the task")
 def test_the_keys_of_messages_that_never_ran_are_kept_as_long_as_declared(bench: Bench) -> None:
     """B10: an expired message's key has its task's window, like any other."""
     charge = declare(bench.app, key_window=timedelta(days=90))

@@ -153,7 +153,6 @@ def test_a_file_with_flipped_bytes_is_opened_or_refused_unchanged(path: Path) ->
     assert refused > 16
 
 
-@pytest.mark.xfail(raises=UnicodeDecodeError, reason="only apsw's errors are translated, not those of reading a row")
 def test_a_damaged_text_in_a_row_is_a_typed_error(path: Path) -> None:
     """Fault 15: SQLite has no checksums, so damage may show only when a row is read."""
     path.write_bytes(fill(path).replace(b"default", b"\xff" * 7))
@@ -211,7 +210,6 @@ def test_tables_named_like_ours_that_are_not_ours_are_refused(path: Path) -> Non
     opening_fails(path, SchemaError, "onefold did not make")
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="write-ahead logging is turned on before the schema is looked at")
 def test_a_database_that_is_refused_keeps_its_journal_mode(path: Path) -> None:
     """Fault 15: its owner may rely on it."""
     alter(path, "CREATE TABLE onefold_message (mine TEXT)")
@@ -276,7 +274,6 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.xfail(raises=IsADirectoryError, reason="refuse_unsafe_file lets the operating system's error through")
 def test_a_directory_in_the_place_of_the_file_is_a_typed_error(tmp_path: Path) -> None:
     """Fault 15."""
     with pytest.raises(OnefoldError, match=tmp_path.name):

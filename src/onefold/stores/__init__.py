@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs, urlsplit
+import re
+from urllib.parse import parse_qs
 
 from onefold.clock import Clock
 from onefold.errors import ConfigurationError
@@ -40,7 +41,9 @@ def schema_text(url: str) -> str:
     return "\n".join(f"-- {migration.name}\n{migration.text}" for migration in migrations)
 
 
+_PASSWORD = re.compile(r"(://[^:/@\s]*:)[^@\s]*(@)|((?:password|passwd|sslpassword)=)[^&\s]*", re.IGNORECASE)
+
+
 def masked(url: str) -> str:
     """Return the URL without its password, fit for logs and errors."""
-    parts = urlsplit(url)
-    return url if parts.password is None else url.replace(f":{parts.password}@", ":***@", 1)
+    return _PASSWORD.sub(lambda found: f"{found[1] or found[3]}***{found[2] or ''}", url)

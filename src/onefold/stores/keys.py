@@ -56,6 +56,9 @@ def judge_deduplication(holder: Holder, envelope: Envelope, now: int) -> Verdict
         return Verdict.MINE
     if holder.state is None or holder.expires_at is None or holder.expires_at <= now:
         return Verdict.FREE
+    # A trigger that was taken back must not swallow the next one.
+    if holder.state in (State.CANCELLED, State.DISCARDED):
+        return Verdict.FREE
     return Verdict.DUPLICATE
 
 

@@ -63,7 +63,6 @@ SETTINGS: Mapping[Role, Mapping[str, str]] = {
     "migrate": {},
 }
 
-
 _EXCLUSIVE = ("control", "put", "settle", "spare")
 #: These only insert: whatever is in the tables, there is one way to do it.
 _PLANNED_ALIKE = frozenset({"put", "put_one", "put_key"})
@@ -152,8 +151,12 @@ class Connector:
     def __init__(self, url: str, *, pooler: Pooler, trace: Trace | None) -> None:
         try:
             given = conninfo_to_dict(url)
-        except psycopg.ProgrammingError as error:
-            raise ConfigurationError(f"the PostgreSQL URL cannot be read: {error}") from error
+        except psycopg.ProgrammingError:
+            # What the driver says quotes parts of the URL, which may be the password.
+            raise ConfigurationError(
+                "the PostgreSQL URL cannot be read; write postgresql://user:password@host/database, "
+                "with special characters as %XX"
+            ) from None
         self.conninfo = make_conninfo("", **{**_NETWORK, **given})
         self.pooler = pooler
         self.trace = trace

@@ -89,6 +89,14 @@ async def _do(work: Work[Answer], wire: Wire, repeated: bool) -> Answer:
             await wire.connection.close()
 
 
+async def _begin(wire: Wire, statement: str) -> None:
+    try:
+        await wire.execute(statement)
+    except psycopg.Error as error:
+        await _raise_if_lost(error, wire)
+        raise
+
+
 async def _raise_if_lost(error: psycopg.Error, wire: Wire) -> None:
     if is_lost(error, wire.connection):
         await wire.connection.close()
@@ -182,11 +190,7 @@ class Handlers:
         async def begun(_: bool) -> Wire:
             wire = await self.take()
             try:
-                await wire.execute(statement)
-            except psycopg.Error as error:
-                await self.give_back(wire)
-                await _raise_if_lost(error, wire)
-                raise
+                await _begin(wire, statement)
             except BaseException:
                 await self.give_back(wire)
                 raise

@@ -7,6 +7,7 @@ lock, read, decide and take, because a key that is not there yet cannot be locke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -142,8 +143,8 @@ class Putter:
             if verdict is Verdict.DUPLICATE:
                 suppressed.append(name)
             answers[e.id] = await self._report(holder, verdict, options)
-        if suppressed:
-            await self._wire.rows("count_suppressed", _named(suppressed))
+        for times, names in _by_number(suppressed):
+            await self._wire.rows("count_suppressed", {**_named(names), "times": times})
         return await self._store_free(free, answers) if free else []
 
     async def _store_free(
@@ -179,18 +180,17 @@ class Putter:
         """Take keys in their order; return message and kind of each that was won."""
         ordered = sorted(wanted, key=lambda one: one.name)
         won: set[tuple[str, int]] = set()
-        for statement, those in (
-            ("put_key", [one for one in ordered if one.holder is None]),
-            ("take_key", [one for one in ordered if one.holder is not None]),
-        ):
-            if those:
-                won.update((row[0], row[1]) for row in await self._wire.rows(statement, _taking(those)))
+        new = [one for one in ordered if one.holder is None]
+        if new:
+            won.update((row[0], row[1]) for row in await self._wire.rows("put_key", _taking(new)))
+        for one in ordered:
+            if one.holder is not None:
+                won.update((row[0], row[1]) for row in await self._wire.rows("take_key", _taking_one(one)))
         return won
 
     async def _drop(self, taken: Sequence[_Wanted]) -> None:
-        if taken:
-            named = _named([one.name for one in taken])
-            await self._wire.rows("drop_key", {**named, "ids": ids([one.message_id for one in taken])})
+        for one in taken:
+            await self._wire.rows("drop_key", _taking_one(one))
 
     async def _put_batch(self, envelopes: Sequence[Envelope], batch_key: str) -> list[Stored]:
         """All or nothing: every message is new, or every message is the one of the first time.
@@ -267,5 +267,26 @@ def _taking(wanted: Sequence[_Wanted]) -> dict[str, Column]:
         "fingerprints": blobs([one.fingerprint for one in wanted]),
         "versions": numbers([one.schema_version for one in wanted]),
         "expiries": numbers([one.expires_at for one in wanted]),
-        "holders": ids([one.holder or one.message_id for one in wanted]),
     }
+
+
+def _taking_one(wanted: _Wanted) -> dict[str, Any]:
+    scope, key, kind = wanted.name
+    return {
+        "scope": scope,
+        "key": key,
+        "kind": kind,
+        "id": wanted.message_id,
+        "fingerprint": wanted.fingerprint,
+        "version": wanted.schema_version,
+        "expires_at": wanted.expires_at,
+        "holder": wanted.holder,
+    }
+
+
+def _by_number(names: Iterable[_Name]) -> list[tuple[int, list[_Name]]]:
+    """Put together the keys that occur equally often."""
+    groups: dict[int, list[_Name]] = {}
+    for name, times in Counter(names).items():
+        groups.setdefault(times, []).append(name)
+    return list(groups.items())

@@ -2,7 +2,9 @@
 -- The names are those of the SQLite store; where one statement here does what several do there, its comment says so.
 -- What belongs together is one statement of several parts, because a round trip costs more than a part.
 -- `now` is null except in tests, which bring their own clock; a statement reads the time once.
--- "IN (…) IS TRUE" is answered from a hash; without "IS TRUE" it becomes a join, which may be planned for ten rows.
+-- A prepared statement keeps a plan made when the tables were empty, so nothing here leaves the planner a choice that
+-- would be wrong for full ones: rows are named by "= ANY (array)" or looked up one by one in a subquery fenced off with
+-- OFFSET 0, never joined to; and "IN (…) IS TRUE" is answered from a hash, where without "IS TRUE" it would be a join.
 
 -- name: put
 -- Stands for put_key, put_message and put_delivery.  A message without a scope brings no key.
@@ -93,37 +95,35 @@ SELECT coalesce(%(now)s::bigint, onefold.clock()), k.message_id::text, k.fingerp
     coalesce(d.state, o.state), o.kept_until
 FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[])
     WITH ORDINALITY AS g (scope, key, kind, place)
-LEFT JOIN onefold.key k ON k.scope = g.scope AND k.key = g.key AND k.kind = g.kind
-LEFT JOIN onefold.delivery d ON d.id = k.message_id
-LEFT JOIN onefold.outcome o ON o.id = k.message_id
+LEFT JOIN LATERAL (
+    SELECT * FROM onefold.key WHERE key.scope = g.scope AND key.key = g.key AND key.kind = g.kind OFFSET 0
+) k ON true
+LEFT JOIN LATERAL (SELECT state FROM onefold.delivery WHERE id = k.message_id OFFSET 0) d ON true
+LEFT JOIN LATERAL (SELECT state, kept_until FROM onefold.outcome WHERE id = k.message_id OFFSET 0) o ON true
 ORDER BY g.place
 
 -- name: take_key
 -- Only from the holder that was judged: of two messages that take the same key, one finds it changed.
-UPDATE onefold.key k
-SET message_id = g.message_id, fingerprint = g.fingerprint, schema_version = g.schema_version,
-    expires_at = g.expires_at, suppressed = 0
-FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[], %(ids)s::uuid[], %(fingerprints)s::bytea[],
-    %(versions)s::int[], %(expiries)s::bigint[], %(holders)s::uuid[])
-    AS g (scope, key, kind, message_id, fingerprint, schema_version, expires_at, holder)
-WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind AND k.message_id = g.holder
-RETURNING k.message_id::text, k.kind
+UPDATE onefold.key
+SET message_id = %(id)s::uuid, fingerprint = %(fingerprint)s::bytea, schema_version = %(version)s::int,
+    expires_at = %(expires_at)s::bigint, suppressed = 0
+WHERE scope = %(scope)s::text AND key = %(key)s::text AND kind = %(kind)s::smallint
+    AND message_id = %(holder)s::uuid
+RETURNING message_id::text, kind
 
 -- name: drop_key
 -- A message needs all of its keys; what it won is given back when another was lost.
-DELETE FROM onefold.key k
-USING unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[], %(ids)s::uuid[])
-    AS g (scope, key, kind, message_id)
-WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind AND k.message_id = g.message_id
+DELETE FROM onefold.key
+WHERE scope = %(scope)s::text AND key = %(key)s::text AND kind = %(kind)s::smallint AND message_id = %(id)s::uuid
 
 -- name: count_suppressed
-UPDATE onefold.key k SET suppressed = k.suppressed + g.times
-FROM (
-    SELECT scope, key, kind, count(*)::int AS times
-    FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[]) AS u (scope, key, kind)
-    GROUP BY scope, key, kind
-) g
-WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind
+UPDATE onefold.key SET suppressed = suppressed + %(times)s::int
+WHERE ctid = ANY (ARRAY(
+    SELECT k.ctid
+    FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[]) AS g (scope, key, kind)
+    CROSS JOIN LATERAL (
+        SELECT ctid FROM onefold.key WHERE key.scope = g.scope AND key.key = g.key AND key.kind = g.kind OFFSET 0
+    ) k))
 
 -- name: put_probe
 -- Rolled back in any case: it waits for the transaction in doubt, then says whether that one stored the message.
@@ -180,37 +180,43 @@ ORDER BY array_position(%(queues)s::text[], t.queue), t.due_at, t.id
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
-UPDATE onefold.delivery d
+UPDATE onefold.delivery
 SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint,
-    started = greatest(d.started, %(starting)s::smallint)
-FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS g (id, fence, place)
-WHERE d.id = g.id AND d.fence = g.fence AND d.lease_until IS NOT NULL
-RETURNING g.place
+    started = greatest(started, %(starting)s::smallint)
+WHERE id = ANY (%(ids)s::uuid[]) AND lease_until IS NOT NULL
+    AND ((id, fence) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]))) IS TRUE
+RETURNING id::text, fence
 
 -- name: settle_end
 -- Stands for settle_end, settle_outcome and, for messages that failed for good, settle_attempt.
+-- No lease may be given twice in one call.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
-ended AS (
-    DELETE FROM onefold.delivery d
-    USING unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(queues)s::text[], %(attempts)s::int[],
+        %(crashes)s::int[], %(replay_counts)s::int[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
         %(results)s::bytea[], %(failures)s::bytea[], %(failed_runs)s::int[], %(workers)s::text[])
-        WITH ORDINALITY AS g (id, fence, key_window, body_window, result, failure, failed_runs, worker, place)
-    WHERE d.id = g.id AND d.fence = g.fence
-    RETURNING g.place, d.id, d.queue, d.fence, d.attempt, d.crashes, d.replay_count, g.key_window, g.body_window,
-        g.result, g.failure, g.failed_runs, g.worker
+    AS g (id, fence, queue, attempt, crashes, replay_count, key_window, body_window, result, failure, failed_runs,
+        worker)
+),
+ended AS (
+    DELETE FROM onefold.delivery
+    WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
+    RETURNING id, fence
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
         purge_at, result, failure)
-    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt + failed_runs, crashes,
+    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt - 1 + failed_runs, crashes,
         replay_count, now, now + key_window, now + least(key_window, body_window), result, failure
-    FROM ended CROSS JOIN clock
+    FROM given CROSS JOIN clock WHERE ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure)
-    SELECT id, fence, attempt + 1, now, worker, failure FROM ended CROSS JOIN clock WHERE failure IS NOT NULL
+    SELECT id, fence, attempt, now, worker, failure
+    FROM given CROSS JOIN clock
+    WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
 )
-SELECT place FROM ended
+SELECT id::text, fence FROM ended
 
 -- name: settle_one
 -- settle_end for a single success, which is how a handler with SQL of its own ends.
@@ -229,28 +235,32 @@ RETURNING 1
 -- Stands for settle_again and settle_attempt.
 -- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
-again AS (
-    UPDATE onefold.delivery d
-    SET state = 0, fence = d.fence + 1, attempt = g.counted, due_at = (SELECT now FROM clock) + g.delay,
-        lease_until = NULL, worker = NULL
-    FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::int[], %(counted)s::int[], %(delays)s::bigint[],
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::int[], %(delays)s::bigint[],
         %(failures)s::bytea[], %(workers)s::text[])
-        WITH ORDINALITY AS g (id, fence, attempt, counted, delay, failure, worker, place)
-    WHERE d.id = g.id AND d.fence = g.fence
-    RETURNING g.place, d.id, g.fence, g.attempt, g.delay, g.failure, g.worker
+    AS g (id, fence, attempt, delay, failure, worker)
+),
+again AS (
+    UPDATE onefold.delivery
+    SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
+        attempt = (%(counted)s::int[])[array_position(%(ids)s::uuid[], id)],
+        due_at = (SELECT now FROM clock) + (%(delays)s::bigint[])[array_position(%(ids)s::uuid[], id)]
+    WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
+    RETURNING id, fence - 1 AS fence
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure, delay)
     SELECT id, fence, attempt, now, worker, failure, delay / 1e6::double precision
-    FROM again CROSS JOIN clock WHERE failure IS NOT NULL
+    FROM given CROSS JOIN clock
+    WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM again)) IS TRUE
 )
-SELECT place FROM again
+SELECT id::text, fence FROM again
 
 -- name: settle_hand_back
-UPDATE onefold.delivery d SET state = 0, fence = d.fence + 1, lease_until = NULL, worker = NULL
-FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS g (id, fence, place)
-WHERE d.id = g.id AND d.fence = g.fence
-RETURNING g.place
+UPDATE onefold.delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
+WHERE id = ANY (%(ids)s::uuid[])
+    AND ((id, fence) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]))) IS TRUE
+RETURNING id::text, fence - 1
 
 -- name: settle_lock
 -- After a lost answer: waits until the session that was asked has committed or is gone.

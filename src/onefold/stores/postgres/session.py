@@ -120,8 +120,8 @@ class Session:
             "lease": round(lease * MICROSECONDS),
             "starting": int(starting),
         }
-        places = {row[0] for row in await self.wire.rows("extend", parameters)}
-        return [place in places for place in range(1, len(leases) + 1)]
+        held = set(await self.wire.rows("extend", parameters))
+        return [(one.id, one.fence) in held for one in leases]
 
     # settle
 
@@ -147,14 +147,17 @@ class Session:
         return bool(await self.wire.rows("settle_one", parameters))
 
     async def _settle_many(self, settlements: Sequence[Settlement]) -> list[bool]:
-        won = [False] * len(settlements)
+        # The first of those who settle the same lease wins; the same message may be there with an older lease.
+        first = {(lease.id, lease.fence): place for place, (lease, _) in reversed(list(enumerate(settlements)))}
+        won: set[tuple[Any, ...]] = set()
         for statement, kinds, columns in _SETTLES:
-            places = [place for place, (_, outcome) in enumerate(settlements) if isinstance(outcome, kinds)]
-            if places:
-                given = columns([settlements[place] for place in places])
-                for (number,) in await self.wire.rows(statement, {**given, "now": self._now}):
-                    won[places[number - 1]] = True
-        return won
+            those = [settlements[place] for place in first.values() if isinstance(settlements[place][1], kinds)]
+            if those:
+                won.update(await self.wire.rows(statement, {**columns(those), "now": self._now}))
+        return [
+            (lease.id, lease.fence) in won and first[lease.id, lease.fence] == place
+            for place, (lease, _) in enumerate(settlements)
+        ]
 
     # operators
 
@@ -253,9 +256,14 @@ def _fenced(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
 
 
 def _ending(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+    leases = [lease for lease, _ in settlements]
     outcomes = [outcome for _, outcome in settlements]
     return {
         **_fenced(settlements),
+        "queues": texts([lease.envelope.queue for lease in leases]),
+        "attempts": numbers([lease.attempt for lease in leases]),
+        "crashes": numbers([lease.crashes for lease in leases]),
+        "replay_counts": numbers([lease.replay_count for lease in leases]),
         "key_windows": numbers([round(o.key_window * MICROSECONDS) for o in outcomes]),
         "body_windows": numbers([round(o.body_retention * MICROSECONDS) for o in outcomes]),
         "results": blobs([o.result if isinstance(o, Done) else None for o in outcomes]),

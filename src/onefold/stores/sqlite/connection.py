@@ -11,9 +11,11 @@ from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
 import apsw
+import msgspec
 
 from onefold.clock import pause
 from onefold.errors import ConfigurationError, SchemaError, StoreError, StoreUnavailableError
+from onefold.stores.sqlite.schema import missing_migrations
 
 Answer = TypeVar("Answer")
 #: Called before and after every statement, with its text; only tests use it.
@@ -44,12 +46,14 @@ def open_connection(
         connection = apsw.Connection(path)
         if blocking:
             connection.set_busy_handler(_look_again)
+        connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
+        # A database that is not ours is refused before anything about it is changed.
+        missing_migrations(connection)
         connection.execute("PRAGMA journal_mode = WAL").fetchall()
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         connection.execute("PRAGMA foreign_keys = ON")
         # With the cache at 64 MB a claim of a thousand messages stays in memory.
         connection.execute("PRAGMA cache_size = -65536")
-        connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
     except (apsw.CorruptError, apsw.NotADBError) as error:
         raise _damaged(path) from error
     except apsw.Error as error:
@@ -83,9 +87,11 @@ def _damaged(path: str) -> SchemaError:
 def refuse_unsafe_file(path: str, mounts: str | None = None) -> None:
     """Refuse a file that SQLite must not be let loose on."""
     file = Path(path)
+    if file.is_dir():
+        raise ConfigurationError(f"{path} is a directory; name a file in it")
     if not file.parent.is_dir():
         raise ConfigurationError(f"{path}: the directory {file.parent} does not exist; create it first")
-    kind = _file_system(file.parent.resolve(), Path("/proc/mounts").read_text() if mounts is None else mounts)
+    kind = _file_system(file.parent.resolve(), _mounts() if mounts is None else mounts)
     if kind in _NETWORK_FILE_SYSTEMS:
         raise ConfigurationError(
             f"{path} is on a network file system ({kind}), where SQLite's locks do not hold; "
@@ -93,13 +99,23 @@ def refuse_unsafe_file(path: str, mounts: str | None = None) -> None:
         )
     if not file.exists():
         return
-    with file.open("rb") as opened:
-        head = opened.read(32)
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(32)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
     wal = Path(f"{path}-wal")
     if head and head[:16] != _MAGIC:
         raise _damaged(path)
     if not head and wal.exists() and wal.stat().st_size:
         raise _damaged(path)
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/mounts").read_text()
+    except OSError:
+        return ""  # not Linux: the kind of file system cannot be told this way
 
 
 def _file_system(directory: Path, mounts: str) -> str:
@@ -114,8 +130,14 @@ def _file_system(directory: Path, mounts: str) -> str:
     return kind
 
 
-def translated(error: apsw.Error, path: str) -> Exception:
-    """Return the error of ours that says what an apsw error means for the caller."""
+#: What reading a damaged row raises: SQLite has no checksums, so damage may show only there.
+UNREADABLE = (UnicodeDecodeError, msgspec.DecodeError)
+
+
+def translated(error: Exception, path: str) -> Exception:
+    """Return the error of ours that says what a failure of SQLite means for the caller."""
+    if isinstance(error, UNREADABLE):
+        return _damaged(path)
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return StoreUnavailableError(f"{path}: another process held the write lock for too long; nothing was written")
     if isinstance(error, apsw.FullError):

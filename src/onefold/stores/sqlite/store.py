@@ -35,6 +35,7 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.sqlite.connection import (
+    UNREADABLE,
     InlineRunner,
     Runner,
     ThreadRunner,
@@ -233,7 +234,7 @@ class SQLiteStore:
         self._refuse_closed()
         try:
             return await self._writer.write(operation)
-        except apsw.Error as error:
+        except (apsw.Error, *UNREADABLE) as error:
             raise translated(error, self.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
@@ -271,7 +272,7 @@ class SQLiteStore:
             return await self._write(operation)
         try:
             return await self._reading.run(operation, self._reader)
-        except apsw.Error as error:
+        except (apsw.Error, *UNREADABLE) as error:
             raise translated(error, self.path) from error
 
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
