@@ -89,7 +89,7 @@ class AppTransaction:
     fetch = execute
 
     def connection(self) -> Any:
-        """Return the driver's connection inside the open transaction; do not commit it."""
+        """Return the driver's connection inside the open transaction (PostgreSQL only); do not commit it."""
         return self._transaction.connection
 
     def send(self, task: Task[P, R] | BoundTask[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
@@ -157,7 +157,7 @@ class Context:
         return await self._store.fetch(statement, parameters)
 
     async def connection(self) -> Any:
-        """Return the driver's connection inside the handler's transaction; do not commit it."""
+        """Return the driver's connection inside the handler's transaction (PostgreSQL only); do not commit it."""
         return (await self._open()).connection
 
     def send(self, task: Task[P, R] | BoundTask[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:

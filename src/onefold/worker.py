@@ -57,7 +57,9 @@ class Held:
     #: When it runs out, on the steady clock; reckoned from before the claim was asked for, to be on the safe side.
     until: int
     runner: asyncio.Task[None] | None = None
+    #: No longer to be worked on: its time is up, or the store says that somebody else has it.
     lost: bool = False
+    taken_over: bool = False
 
 
 class Worker:
@@ -234,7 +236,7 @@ class Worker:
     async def _run_one(self, held: Held) -> None:
         lease = held.lease
         if held.lost:
-            self._forget(lease)
+            self._drop(held)
             return
         self._running += 1
         self._started += 1
@@ -256,7 +258,7 @@ class Worker:
             # The renewer found the lease gone and cancelled the handler; this runner goes on.
             _uncancel()
             logger.warning("lease_lost message_id=%s handler cancelled", lease.id)
-            self._forget(lease)
+            self._drop(held)
         else:
             await self._finish(lease, outcome)
         finally:
@@ -284,8 +286,20 @@ class Worker:
         return self._clock.now() + held.until - self._clock.steady()
 
     def _forget(self, lease: Lease) -> None:
-        self._held.pop(lease.id, None)
+        held = self._held.get(lease.id)
+        # The same worker may have claimed its own message again meanwhile; that lease is another.
+        if held is not None and held.lease.fence == lease.fence:
+            del self._held[lease.id]
         self._changed.set()
+
+    def _drop(self, held: Held) -> None:
+        """Let go of a message that is no longer ours, or no longer surely so."""
+        if held.taken_over:
+            self._forget(held.lease)
+        else:
+            # Time is up by our own reckoning, yet the store may still wait for us: the fence decides.
+            self._unsettled.append((held.lease, HandBack()))
+            self._finished.set()
 
     # settling
 
@@ -338,12 +352,17 @@ class Worker:
         interval = self._settings.lease_seconds / limits.RENEWALS_PER_LEASE
         while True:
             await self._clock.sleep(interval)
-            held = list(self._held.values())
-            if held:
+            if held := list(self._held.values()):
                 await self._renew_these(held)
-            for one in held:
-                if not one.lost and one.until <= self._clock.steady():
-                    self._lose(one)
+            if overdue := self._overdue(held):
+                # The answer may have taken longer than a lease lasts: ask once more before giving them up.
+                await self._renew_these(overdue)
+            for one in self._overdue(held):
+                self._lose(one)
+
+    def _overdue(self, held: list[Held]) -> list[Held]:
+        now = self._clock.steady()
+        return [one for one in held if not one.lost and one.until <= now and self._held.get(one.lease.id) is one]
 
     async def _renew_these(self, held: list[Held]) -> None:
         asked_at = self._clock.steady()
@@ -356,7 +375,8 @@ class Worker:
         for one, mine in zip(held, kept, strict=True):
             if mine:
                 one.until = until
-            elif one.lease.id in self._held:
+            elif self._held.get(one.lease.id) is one:
+                one.taken_over = True
                 self._lose(one)
 
     def _lose(self, held: Held) -> None:

@@ -132,12 +132,7 @@ class SimulatedStore(FaultyStore):
         return await self.call("claim", claim)
 
     async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
-        asked_at = self._clock.steady()
-        kept = await self.call("extend", lambda: self._sqlite.extend(leases, lease=lease, starting=starting))
-        if self._clock.steady() - asked_at >= lease * MICROSECONDS:
-            # By its own reckoning the worker has lost what the store has just prolonged, and lets it run out.
-            self.unaware |= {(one.id, one.fence) for one in leases}
-        return kept
+        return await self.call("extend", lambda: self._sqlite.extend(leases, lease=lease, starting=starting))
 
     def die(self) -> None:
         """Kill the process: its open transaction is rolled back and nothing in it runs any more."""

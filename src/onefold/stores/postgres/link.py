@@ -131,6 +131,11 @@ class Link:
                 raise _LostError from error
         return await _do(work, self._wire, repeated)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is using it."""
+        return not self._turn.locked()
+
     async def close(self) -> None:
         """Wait for what is under way, then disconnect for good."""
         self._closed = True

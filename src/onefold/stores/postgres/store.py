@@ -159,7 +159,9 @@ class PostgresStore:
         try:
             stored: Stored | None = None
             if envelopes[0].deduplication_key is None:
-                stored = (await self._puts.add(envelopes))[0]
+                # Whoever is alone needs no company, and is spared the way through the other's task.
+                alone = self._links["put"].idle
+                stored = (await (self._flush_puts([*envelopes]) if alone else self._puts.add(envelopes)))[0]
             return stored or (await self._contests.add(envelopes))[0]
         except BlockedError:
             return None

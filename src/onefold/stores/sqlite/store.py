@@ -66,9 +66,11 @@ class SQLiteTransaction:
         self.over = False
 
     @property
-    def connection(self) -> apsw.Connection:
-        self._refuse_late()
-        return self._session.connection
+    def connection(self) -> Any:
+        raise ConfigurationError(
+            "the SQLite store lends its connection to nobody, because every message of this process is written through "
+            "it; use execute()"
+        )
 
     def _refuse_late(self) -> None:
         if self.over:
