@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,21 @@ import pytest
 from onefold.testing.servers import PostgresServer, find_postgres
 
 _database_numbers = itertools.count(1)
+
+#: Properties that tests record and whose totals are printed at the end.
+_COUNTED = ("crash points on ", "simulated worlds")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how much was tried, whichever process tried it."""
+    totals: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name.startswith(_COUNTED) and getattr(report, "when", "") == "call":
+                    totals[name] += value
+    for name, number in sorted(totals.items()):
+        terminalreporter.write_line(f"{name}: {number:,} tried")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -19,7 +20,8 @@ SEEDS_PER_BLOCK = 250
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_seed_breaks_the_promise(block: int) -> None:
+def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, object], None]) -> None:
+    record_property("simulated worlds", SEEDS_PER_BLOCK)
     with Simulation() as simulation:
         results = [simulation.run(seed) for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK)]
     failed = [str(result) for result in results if result.report]
