@@ -9,9 +9,10 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+
+import msgspec
 
 from onefold import inspection, limits
 from onefold.clock import Clock, SystemClock, new_id, system_random
@@ -239,7 +240,7 @@ class App:
             if number >= limits.SEND_MANY_MAX:
                 raise ConfigurationError(f"more than {limits.SEND_MANY_MAX} messages in one commit; send them in parts")
             if batch_key is not None and call.key is None:
-                call = replace(call, key=f"{limits.check_bytes('batch_key', batch_key, 400)}#{number}")
+                call = msgspec.structs.replace(call, key=f"{limits.check_bytes('batch_key', batch_key, 400)}#{number}")
             buffer.add(call)
         if not buffer.envelopes:
             return []

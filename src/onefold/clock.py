@@ -69,9 +69,9 @@ def system_random() -> random.Random:
 
 def new_id(now: int, chance: random.Random) -> str:
     """Make a message id: a UUID of version 7, so that ids sort by the time they were made."""
-    bits = chance.getrandbits(74)
-    text = f"{(now // 1000) << 80 | 0x7 << 76 | (bits >> 62) << 64 | 0x2 << 62 | bits & 0x3FFF_FFFF_FFFF_FFFF:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    when, what = f"{now // 1000:012x}", f"{chance.getrandbits(74):019x}"
+    # The first of the random digits is 0 to 3: it becomes the two bits beside the variant.
+    return f"{when[:8]}-{when[8:]}-7{what[1:4]}-{'89ab'[int(what[0])]}{what[4:7]}-{what[7:]}"
 
 
 def to_datetime(instant: int) -> datetime:

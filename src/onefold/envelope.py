@@ -123,7 +123,7 @@ def check(envelope: Envelope) -> Envelope:
         if not 0 <= getattr(e, field) <= limits.INSTANT_MAX:
             raise LimitError(field, "lies outside the years 1970 to 9999")
     _check_seldom(e)
-    if e.payload_inline is not None and len(e.payload_inline) > _SURELY_FITS:
+    if e.payload_inline is not None and len(e.payload_inline) > SURELY_FITS:
         _check_whole(e)
     return e
 
@@ -148,7 +148,7 @@ def _check_seldom(e: Envelope) -> None:
 
 
 #: Everything but the payload is shorter than this, even when each of its characters must be escaped.
-_SURELY_FITS = limits.ENVELOPE_BYTES_MAX - 24_000
+SURELY_FITS = limits.ENVELOPE_BYTES_MAX - 24_000
 
 
 def _check_whole(e: Envelope) -> None:

@@ -60,25 +60,40 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
         raise ConfigurationError(f"{name}: {what} {template!r} must not use format codes")
     between = {character for literal, _ in fields[1:] for character in literal} if len(fields) > 1 else set()
     escapes = {ord(c): "".join(f"%{byte:02x}" for byte in c.encode()) for c in between | {"%"}} if between else {}
-    formatter = string.Formatter()
+    steps = [(literal, None if field is None else _reader(what, field)) for literal, field, _, _ in parts]
 
     def key(arguments: Mapping[str, Any]) -> str:
-        written: list[str] = []
-        for literal, field, _, _ in parts:
-            written.append(literal)
-            if field is not None:
-                try:
-                    value, _ = formatter.get_field(field, (), arguments)
-                except (AttributeError, LookupError, TypeError) as error:
-                    raise EnvelopeError(_field(what), f"{field} is not to be found in the arguments") from error
-                written.append(_text(what, field, value).translate(escapes))
-        return "".join(written)
+        written = ""
+        for literal, read in steps:
+            written += literal
+            if read is not None:
+                text = read(arguments)
+                written += text.translate(escapes) if escapes else text
+        return written
 
     return key
 
 
+def _reader(what: str, field: str) -> KeyFunction:
+    """Return what writes one field of a template."""
+    if field.isidentifier():
+        return lambda arguments: _text(what, field, arguments[field])
+    formatter = string.Formatter()
+
+    def read(arguments: Mapping[str, Any]) -> str:
+        try:
+            value, _ = formatter.get_field(field, (), arguments)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise EnvelopeError(_field(what), f"{field} is not to be found in the arguments") from error
+        return _text(what, field, value)
+
+    return read
+
+
 def _text(what: str, field: str, value: Any) -> str:
     """Write one value the same way every time, or refuse it: a float or None makes a key nobody can rely on."""
+    if type(value) is int:
+        return str(value)
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, dt.datetime | dt.date):

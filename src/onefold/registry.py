@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
+
+import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.codec import Signature
-from onefold.envelope import UNKEYED, Envelope, check
+from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check
 from onefold.errors import ConfigurationError, EnvelopeError, seconds
 from onefold.identity import KeyFunction, KeySource, derived_key, from_source
 from onefold.receipt import Receipt
@@ -58,12 +60,11 @@ class SendOptions(TypedDict, total=False):
     if_dead: Literal["keep", "redrive"]
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class Call(msgspec.Struct, Generic[R], frozen=True):
     """One call of a task, checked and encoded, not yet sent."""
 
     task: Task[Any, R]
-    payload: bytes = field(repr=False)
+    payload: bytes
     fingerprint: bytes
     key: str | None
     subject: str | None
@@ -71,10 +72,33 @@ class Call(Generic[R]):
 
     def envelope(self, id_: str, *, parent: Envelope | None = None, index: int = 0) -> Envelope:
         """Make the message; ``parent`` is the one whose handler sends it, as its ``index``-th send without a key."""
-        options = self.options
         key = self.key
         if key is None:
             key = derived_key(parent.id, index) if parent is not None else f"{UNKEYED}{id_}"
+        subject = self.subject or (self.task.name if self.key is None else _shortened(key))
+        if self.options:
+            return self._with_options(id_, key, subject, parent)
+        envelope = Envelope(
+            id=id_,
+            message_type=self.task.name,
+            schema_version=self.task.version,
+            queue=self.task.queue,
+            idempotency_key=key,
+            correlation_id=id_ if parent is None else parent.correlation_id,
+            causation_id=id_ if parent is None else parent.id,
+            subject=subject,
+            payload_inline=self.payload,
+            fingerprint=self.fingerprint,
+            trace=None if parent is None else parent.trace,
+            retention=self.task.retention,
+        )
+        # What is not from the arguments was checked when the task was declared or the parent was made.
+        surely_good = key.isascii() and key.isprintable() and 0 < len(key) <= limits.SUBJECT_BYTES_MAX
+        surely_good = surely_good and subject.isascii() and subject.isprintable() and 0 < len(subject) <= len(key)
+        return envelope if surely_good and len(self.payload) <= SURELY_FITS else check(envelope)
+
+    def _with_options(self, id_: str, key: str, subject: str, parent: Envelope | None) -> Envelope:
+        options = self.options
         expires = options.get("expires", self.task.expires)
         return check(
             Envelope(
@@ -85,7 +109,7 @@ class Call(Generic[R]):
                 idempotency_key=key,
                 correlation_id=options.get("correlation_id") or (parent.correlation_id if parent else id_),
                 causation_id=options.get("causation_id") or (parent.id if parent else id_),
-                subject=self.subject or (self.task.name if self.key is None else _shortened(key)),
+                subject=subject,
                 payload_inline=self.payload,
                 fingerprint=self.fingerprint,
                 deduplication_key=options.get("deduplicate"),
@@ -100,8 +124,14 @@ class Call(Generic[R]):
             )
         )
 
+    def __repr__(self) -> str:
+        # Without the payload: what is printed or logged is no place for it.
+        return f"<call of {self.task.name} key={self.key!r}>"
+
 
 def _shortened(key: str) -> str:
+    if len(key) <= limits.SUBJECT_BYTES_MAX // 4:
+        return key  # no character has more than four bytes
     return key.encode()[: limits.SUBJECT_BYTES_MAX].decode(errors="ignore")
 
 
@@ -156,6 +186,7 @@ class Task(Generic[P, R]):
         self.retry = settings.retry
         self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
         self.expires = settings.expires
+        self.retention = 0 if settings.expires is None else _micros(settings.expires)
         self.key_window = seconds(settings.key_window)
         self.settle = settings.settle
         self.effects = settings.effects

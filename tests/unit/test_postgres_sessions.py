@@ -268,3 +268,28 @@ def test_a_batch_key_covers_the_whole_batch(postgres_url: str) -> None:
             assert (await one.count())["default"].scheduled == 2
 
     run(scenario)
+
+
+def test_a_connection_that_was_lent_is_closed_when_its_transaction_fails(postgres_url: str) -> None:
+    """A handler past its limit still holds the connection; it must not go on writing outside of any transaction."""
+
+    async def scenario() -> None:
+        store = PostgresStore(postgres_url)
+        await store.migrate()
+        await store.open()
+        lent = None
+
+        async def fail() -> None:
+            nonlocal lent
+            async with store.transaction() as transaction:
+                lent = transaction.connection
+                raise LookupError
+
+        with pytest.raises(LookupError):
+            await fail()
+        assert lent is not None
+        assert lent.closed
+        assert await store.fetch("SELECT 1") == [(1,)]
+        await store.close()
+
+    asyncio.run(scenario())

@@ -92,10 +92,12 @@ class Model:
         held = self.keys.get((kind, key))
         if held is None or held.message_id not in self.messages:
             return None
+        holder = self.messages[held.message_id]
         if held.expires_at is not None:
-            over = held.expires_at <= self.now
+            taken_back = holder.state in (State.CANCELLED, State.DISCARDED)
+            over = held.expires_at <= self.now or taken_back
         else:
-            kept_until = self.messages[held.message_id].kept_until
+            kept_until = holder.kept_until
             over = kept_until is not None and kept_until <= self.now
         return None if over and held.message_id != by else held
 

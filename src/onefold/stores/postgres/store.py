@@ -257,6 +257,9 @@ class PostgresStore:
             except BaseException:
                 transaction.over = True
                 await wire.rollback()
+                if transaction.lent:
+                    # Whoever still holds it, such as a handler past its limit, must not go on writing unguarded.
+                    await wire.connection.close()
                 raise
             transaction.over = True
             await self._commit(transaction)

@@ -33,9 +33,12 @@ class PostgresTransaction:
         self.queues: set[str] = set()
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self.over = False
+        #: Whether the caller has the driver's connection in its hands, where no statement can be refused any more.
+        self.lent = False
 
     @property
     def connection(self) -> AsyncConnection[Any]:
+        self.lent = True
         return self._wire.connection
 
     @property

@@ -5,7 +5,9 @@
 INSERT INTO onefold_key (scope, key, kind, message_id, fingerprint, schema_version, expires_at)
 VALUES (?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
-RETURNING message_id
+
+-- name: key_owner
+SELECT message_id FROM onefold_key WHERE scope = ? AND key = ? AND kind = ?
 
 -- name: put_message
 -- Naming the id twice is a lost answer being asked for again: the same message, so nothing is to be done,
@@ -14,7 +16,13 @@ INSERT INTO onefold_message (id, message_type, schema_version, queue, idempotenc
     subject, created_at, retention, payload, headers)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
-RETURNING id
+
+-- name: message_state
+SELECT coalesce(d.state, o.state)
+FROM onefold_message m
+LEFT JOIN onefold_delivery d ON d.id = m.id
+LEFT JOIN onefold_outcome o ON o.id = m.id
+WHERE m.id = ?
 
 -- name: put_delivery
 INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)

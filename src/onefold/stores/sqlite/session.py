@@ -64,24 +64,35 @@ class Session:
         now = self._clock.now()
         if options.batch_key is not None:
             return self._put_batch(envelopes, options.batch_key, now)
-        simple = [e for e in envelopes if e.keyed and e.deduplication_key is None]
-        won = {
-            row[0]
-            for row in self._each(
-                "put_key",
-                ((e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None) for e in simple),
-            )
-        }
+        won = self._take_new_keys([e for e in envelopes if e.keyed and e.deduplication_key is None])
         fresh: dict[str, Envelope] = {}
         answers: list[Stored] = []
         for e in envelopes:
-            if e.id in won or (not e.keyed and e.deduplication_key is None):
+            if e.id in won or (e.deduplication_key is None and not e.keyed):
                 fresh[e.id] = e
                 answers.append(Stored(e.id, State.SCHEDULED))
             else:
                 answers.append(self._put_contested(e, options, now, fresh))
-        self._insert(list(fresh.values()), now)
-        return answers
+        known = self._insert(list(fresh.values()), now)
+        return (
+            [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
+            if known
+            else answers
+        )
+
+    def _take_new_keys(self, envelopes: Sequence[Envelope]) -> set[str]:
+        """Take the keys nobody has, and return the ids of the messages that hold theirs now."""
+        rows = [(e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None) for e in envelopes]
+        if self._changes("put_key", rows) == len(rows):
+            return {row[3] for row in rows}
+        owners = {row[0] for row in self._each("key_owner", (row[:3] for row in rows))}
+        return owners & {row[3] for row in rows}
+
+    def _changes(self, name: str, rows: Sequence[Sequence[Any]]) -> int:
+        """Run a statement for each row and return how many rows it wrote; cheaper than asking for each."""
+        before = self.connection.total_changes()
+        self._each(name, rows)
+        return self.connection.total_changes() - before
 
     def _put_contested(self, e: Envelope, options: PutOptions, now: int, fresh: dict[str, Envelope]) -> Stored:
         """Store a message whose key is taken, or which has two keys: the idempotency key decides first."""
@@ -111,7 +122,7 @@ class Session:
             )
         for key, kind, expires_at in free:
             row = (e.scope, key, kind, e.id, e.fingerprint, e.schema_version, expires_at)
-            self.rows("put_key", *row) or self.rows("take_key", *row)
+            self._changes("put_key", [row]) or self.rows("take_key", *row)
         fresh[e.id] = e
         return Stored(e.id, State.SCHEDULED)
 
@@ -146,12 +157,18 @@ class Session:
             1,
             now + round(limits.KEY_WINDOW * MICROSECONDS),
         )
-        self.rows("put_key", *row) or self.rows("take_key", *row)
+        self._changes("put_key", [row]) or self.rows("take_key", *row)
         return answers
 
-    def _insert(self, envelopes: Sequence[Envelope], now: int) -> None:
-        new = {row[0] for row in self._each("put_message", (message_row(e, now) for e in envelopes))}
-        self._each("put_delivery", (_delivery_row(e, now) for e in envelopes if e.id in new))
+    def _insert(self, envelopes: Sequence[Envelope], now: int) -> dict[str, State]:
+        """Write messages and their deliveries; return where those stand that were there already."""
+        known: dict[str, State] = {}
+        if self._changes("put_message", [message_row(e, now) for e in envelopes]) != len(envelopes):
+            # The answer to an earlier put was lost, and it is asked again: what has a state must not begin anew.
+            found = {e.id: self.rows("message_state", e.id)[0][0] for e in envelopes}
+            known = {id_: State(state) for id_, state in found.items() if state is not None}
+        self._each("put_delivery", [_delivery_row(e, now) for e in envelopes if e.id not in known])
+        return known
 
     # claim
 

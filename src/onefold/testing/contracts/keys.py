@@ -42,6 +42,13 @@ class KeyContract(Contract):
         assert (second.id, second.state, second.duplicate) == (first.id, State.DONE, True)
 
     @scenario
+    async def test_a_trigger_that_was_taken_back_does_not_swallow_the_next(self, bench: Bench) -> None:
+        first = await bench.put(deduplication_key="d", deduplicate_for=_MINUTE)
+        assert await bench.move(first.id, State.CANCELLED)
+        second = await bench.put(deduplication_key="d", deduplicate_for=_MINUTE)
+        assert (second.duplicate, second.id != first.id) == (False, True)
+
+    @scenario
     async def test_a_deduplication_key_belongs_to_one_consumer(self, bench: Bench) -> None:
         await bench.put(deduplication_key="d")
         assert not (await bench.put(deduplication_key="d", message_type="other")).duplicate
