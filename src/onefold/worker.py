@@ -220,27 +220,27 @@ class Worker:
     # running
 
     async def _run_supply(self) -> None:
-        in_a_row = 0
+        me, in_a_row = asyncio.current_task(), 0
         while True:
             while not self._supply:
                 in_a_row = 0
                 self._supplied.clear()
                 await self._supplied.wait()
-            await self._run_one(self._supply.popleft())
+            await self._run_one(self._supply.popleft(), me)
             in_a_row += 1
             if in_a_row == _IN_A_ROW_MAX:
                 # Handlers that never wait would keep the claimer, the renewer and a stop from their turn.
                 in_a_row = 0
                 await give_way()
 
-    async def _run_one(self, held: Held) -> None:
+    async def _run_one(self, held: Held, runner: asyncio.Task[None] | None) -> None:
         lease = held.lease
         if held.lost:
             self._drop(held)
             return
         self._running += 1
         self._started += 1
-        held.runner = asyncio.current_task()
+        held.runner = runner
         try:
             if _suspected(lease):
                 await self._mark_started(lease)

@@ -70,8 +70,8 @@ CROSS JOIN onefold_message m ON m.id = d.id
 -- name: claim_take
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 UPDATE onefold_delivery
-SET state = 1, fence = fence + 1, lease_until = ?, worker = ?, started = (crashes < ?)
-WHERE id = ?
+SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3)
+WHERE id IN (SELECT value FROM json_each(?4))
 
 -- name: extend
 UPDATE onefold_delivery SET lease_until = ?, started = max(started, ?)
@@ -79,7 +79,12 @@ WHERE id = ? AND fence = ? AND state = 1
 RETURNING id, fence
 
 -- name: settle_end
-DELETE FROM onefold_delivery WHERE id = ? AND fence = ? RETURNING id, fence
+-- Going from the given pairs to the rows: the shorter (id, fence) IN (…) would read every delivery there is.
+DELETE FROM onefold_delivery
+WHERE id IN (
+    SELECT d.id FROM json_each(?) given
+    CROSS JOIN onefold_delivery d ON d.id = given.value ->> 0 AND d.fence = given.value ->> 1)
+RETURNING id, fence
 
 -- name: settle_outcome
 INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,

@@ -5,11 +5,11 @@ Everything here is plain blocking code: the store decides in which thread it run
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import apsw
+import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
@@ -39,6 +39,13 @@ from onefold.stores.rows import attempt_of, attempt_row, lease_of, message_row, 
 from onefold.stores.sql import load_statements
 
 SQL = load_statements("onefold.stores.sqlite")
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _json(values: list[Any]) -> str:
+    """Write a list for ``json_each``: one statement over many ids costs a third less than many statements."""
+    return _encode(values).decode()
 
 
 class Session:
@@ -177,23 +184,23 @@ class Session:
     ) -> list[Lease]:
         now, steady = self._clock.now(), self._clock.steady()
         self.rows("claim_expired", steady)
-        known = json.dumps(list(types))
+        known = _json(list(types))
         rows: list[tuple[Any, ...]] = []
         for queue in queues:
             rows += self.rows("claim_select", queue, now, known, limit - len(rows))
             if len(rows) >= limit:
                 break
         until = steady + round(lease * MICROSECONDS)
-        self._each("claim_take", ((until, worker, limits.SUSPECT_AFTER, row[0]) for row in rows))
+        self.rows("claim_take", until, worker, limits.SUSPECT_AFTER, _json([row[0] for row in rows]))
         return [lease_of(row, claimed_at=now, worker=worker) for row in rows]
 
     def claim_possible(self, queues: Sequence[str], types: Sequence[str]) -> bool:
         found = self.rows(
             "claim_possible",
             self._clock.steady(),
-            json.dumps(list(queues)),
+            _json(list(queues)),
             self._clock.now(),
-            json.dumps(list(types)),
+            _json(list(types)),
         )
         return bool(found[0][0])
 
@@ -210,7 +217,7 @@ class Session:
         again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
         back = [lease for lease, o in settlements if isinstance(o, HandBack)]
         # Told apart by fence as well: a worker may settle an old and a new lease of one message together.
-        won = set(self._each("settle_end", ((lease.id, lease.fence) for lease, _ in ended)))
+        won = set(self.rows("settle_end", _json([(lease.id, lease.fence) for lease, _ in ended]))) if ended else set()
         won.update(self._each("settle_again", (_again_row(lease, o, now) for lease, o in again)))
         won.update(self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back)))
         held = [(lease, o) for lease, o in settlements if (lease.id, lease.fence) in won]
@@ -279,11 +286,11 @@ class Session:
     def find(self, query: Query) -> list[Record]:
         limit = min(query.limit, limits.PAGE_MAX)
         if query.ids is not None:
-            rows = self.rows("find_ids", json.dumps(list(query.ids)))
+            rows = self.rows("find_ids", _json(list(query.ids)))
         elif query.states == (State.DEAD,):
             rows = self.rows("find_dead", query.after, query.queue, query.message_type, query.correlation_id, limit)
         else:
-            states = json.dumps([int(s) for s in query.states or State])
+            states = _json([int(s) for s in query.states or State])
             given = (query.after, query.queue, query.message_type, query.correlation_id, limit, states)
             rows = self.rows("find_any", *given)
         return [record_of(row) for row in rows]
