@@ -1,7 +1,7 @@
 """Stage 6, lease: claim, run, renew, settle, and stop without losing anything.
 
 One claimer keeps a short supply of leases, a fixed number of runners work through it,
-one settler ends what they finished in batches, and one renewer keeps every lease held here alive.
+a settler ends what they finished in batches, and one renewer keeps every lease held here alive.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from dataclasses import dataclass
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, give_way
-from onefold.errors import LeaseLostError, OnefoldError, StoreUnavailableError
+from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
+from onefold.settling import UNSETTLED_MAX, Settler
 from onefold.store import HandBack, Lease, Outcome
 
 logger = logging.getLogger("onefold")
 
-#: Finished but unsettled messages: a crash runs them again, so there are never many.
-_UNSETTLED_MAX = 2_000
-#: Messages settled by one statement.
-_SETTLE_MAX = 500
 #: Messages a runner runs before it lets others have the event loop.
 _IN_A_ROW_MAX = 32
-#: When the store cannot be reached, try again after this long, doubling up to the second.
-_BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
+#: When the store cannot be asked for work, ask again after this long.
+_BACK_OFF_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -78,15 +75,18 @@ class Worker:
         self._supplied = asyncio.Event()
         self._running = 0
         self._changed = asyncio.Event()
-        self._unsettled: deque[tuple[Lease, Outcome]] = deque()
-        self._settling: list[tuple[Lease, Outcome]] = []
-        self._finished = asyncio.Event()
+        self._settler = Settler(execution, self._forget)
         self._stopping = asyncio.Event()
         self._started = 0
         self._rate = 0.0
         self._last_claim = self._clock.steady()
+        self._done_alone = 0
         self.checked_at = self._clock.now()
-        self.done = 0
+
+    @property
+    def done(self) -> int:
+        """How many messages were settled."""
+        return self._done_alone + self._settler.done
 
     def stop(self) -> None:
         """Ask for a graceful stop: claim nothing more, finish what runs, hand back what does not finish in time."""
@@ -103,7 +103,7 @@ class Worker:
             for n in range(self._settings.concurrency)
         ]
         others = [
-            asyncio.create_task(self._settle(), name="onefold-settler"),
+            asyncio.create_task(self._settler.run(), name="onefold-settler"),
             asyncio.create_task(self._renew(), name="onefold-renewer"),
         ]
         if not self._settings.until_idle:
@@ -148,7 +148,7 @@ class Worker:
         ahead = int(self._rate * limits.CLAIM_AHEAD_SECONDS)
         free = self._settings.concurrency - self._running
         wanted = min(max(free, ahead), limits.CLAIM_MAX) - len(self._supply)
-        room = _UNSETTLED_MAX - len(self._unsettled)
+        room = UNSETTLED_MAX - len(self._settler)
         # Small claims cost as much as large ones, so wait until half of the supply is used up.
         return min(wanted, room) if len(self._supply) <= ahead // 2 else 0
 
@@ -162,7 +162,7 @@ class Worker:
             leases = await self._claim_whole(wanted)
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=claim error=%s", error)
-            await self._clock.sleep(_BACK_OFF_SECONDS * 5)
+            await self._clock.sleep(_BACK_OFF_SECONDS)
             return None
         self.checked_at = self._clock.now()
         self._accept(leases, asked_at)
@@ -215,7 +215,7 @@ class Worker:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._running or self._supply or self._suspects or self._unsettled or self._settling)
+        return bool(self._running or self._supply or self._suspects or len(self._settler))
 
     # running
 
@@ -250,8 +250,7 @@ class Worker:
             self._forget(lease)
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=start message_id=%s error=%s", lease.id, error)
-            self._unsettled.append((lease, HandBack()))
-            self._finished.set()
+            self._settler.add(lease, HandBack())
         except asyncio.CancelledError:
             if not held.lost:
                 raise
@@ -273,14 +272,13 @@ class Worker:
 
     async def _finish(self, lease: Lease, outcome: Outcome | None) -> None:
         if outcome is None:
-            self.done += 1
+            self._done_alone += 1
             self._forget(lease)
             return
         if self._execution.registry.tasks[lease.envelope.message_type].settle == "now":
-            await self._settle_together([(lease, outcome)])
-            return
-        self._unsettled.append((lease, outcome))
-        self._finished.set()
+            await self._settler.settle([(lease, outcome)])
+        else:
+            self._settler.add(lease, outcome)
 
     def _deadline(self, held: Held) -> int:
         return self._clock.now() + held.until - self._clock.steady()
@@ -298,53 +296,7 @@ class Worker:
             self._forget(held.lease)
         else:
             # Time is up by our own reckoning, yet the store may still wait for us: the fence decides.
-            self._unsettled.append((held.lease, HandBack()))
-            self._finished.set()
-
-    # settling
-
-    async def _settle(self) -> None:
-        while True:
-            while not self._unsettled:
-                self._finished.clear()
-                await self._finished.wait()
-            self._settling = [self._unsettled.popleft() for _ in range(min(len(self._unsettled), _SETTLE_MAX))]
-            await self._settle_together(self._settling)
-            self._settling = []
-            self._changed.set()
-
-    async def _settle_together(self, settlements: list[tuple[Lease, Outcome]]) -> None:
-        """Settle, for as long as it takes: what handlers have done is not dropped because the store is away."""
-        pause = _BACK_OFF_SECONDS
-        while True:
-            try:
-                won = await self._store.settle(settlements)
-                break
-            except StoreUnavailableError as error:
-                logger.warning("store_unavailable doing=settle messages=%d error=%s", len(settlements), error)
-                await self._clock.sleep(pause)
-                pause = min(pause * 2, _BACK_OFF_SECONDS_MAX)
-            except OnefoldError as error:
-                await self._settle_apart(settlements, error)
-                return
-        for (lease, _), mine in zip(settlements, won, strict=True):
-            if not mine:
-                logger.warning("lease_lost message_id=%s outcome not recorded", lease.id)
-            self.done += mine
-            self._forget(lease)
-
-    async def _settle_apart(self, settlements: list[tuple[Lease, Outcome]], error: OnefoldError) -> None:
-        """One of several cannot be settled as it is: settle each alone, and fail the one that is to blame."""
-        if len(settlements) > 1:
-            for one in settlements:
-                await self._settle_together([one])
-            return
-        lease, outcome = settlements[0]
-        task = self._execution.registry.tasks[lease.envelope.message_type]
-        failed = self._execution.decide_failure(task, lease, error)
-        if type(failed) is type(outcome):
-            raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever
-        await self._settle_together([(lease, failed)])
+            self._settler.add(held.lease, HandBack())
 
     # keeping
 
@@ -400,15 +352,14 @@ class Worker:
         self._supply.clear()
         self._suspects.clear()
         if unstarted:
-            await self._settle_together([(lease, HandBack()) for lease in unstarted])
+            await self._settler.settle([(lease, HandBack()) for lease in unstarted])
         try:
             async with asyncio.timeout(self._settings.stop_seconds):
                 await self._quiet()
         except TimeoutError:
             await _cancel(runners)
             left = [held.lease for held in self._held.values()]
-            settled = {lease.id for lease, _ in (*self._unsettled, *self._settling)}
-            await self._settle_together([(lease, HandBack()) for lease in left if lease.id not in settled])
+            await self._settler.settle([(lease, HandBack()) for lease in left if lease not in self._settler])
             await self._quiet()
 
     async def _quiet(self) -> None:

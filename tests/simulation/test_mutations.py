@@ -41,8 +41,12 @@ def _seed_that_finds(*kinds: str) -> int:
 
 def _settle_without_fence(patch: pytest.MonkeyPatch) -> None:
     """Whoever comes settles, whether or not the message is still theirs."""
-    unfenced = "DELETE FROM onefold_delivery WHERE id = ?1 RETURNING id, ?2"
-    assert "AND fence = ?" in sqlite_session.SQL["settle_end"]
+    unfenced = """
+        DELETE FROM onefold_delivery WHERE id IN (SELECT given.value ->> 0 FROM json_each(?1) given)
+        RETURNING id, (
+            SELECT given.value ->> 1 FROM json_each(?1) given WHERE given.value ->> 0 = onefold_delivery.id
+        )"""
+    assert "AND d.fence = " in sqlite_session.SQL["settle_end"]
     patch.setitem(sqlite_session.SQL, "settle_end", unfenced)
 
 
