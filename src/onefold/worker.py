@@ -133,15 +133,17 @@ class Worker:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+            # What is settled while the store is asked may leave new messages that its answer does not know of yet.
+            was_busy = self._busy
             if await self._claim_some(wanted) != 0:
                 continue
-            if self._settings.until_idle and not self._busy:
-                return
-            if self._settings.until_idle:
+            if not self._settings.until_idle:
+                await self._wait()
+            elif self._busy:
                 self._changed.clear()
                 await self._changed.wait()
-            else:
-                await self._wait()
+            elif not was_busy:
+                return
 
     def _wanted(self) -> int:
         """How many to claim: what is free now, and what will start within a moment at the measured rate."""

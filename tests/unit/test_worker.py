@@ -366,3 +366,42 @@ def test_a_busy_queue_does_not_starve_another(store_url: str) -> None:
         assert order.index("quiet") < 20
 
     run(store_url, declare, scenario)
+
+
+def test_a_worker_is_not_idle_while_what_it_settles_may_bring_more(store_url: str) -> None:
+    """The store may have been asked for work just before a handler's messages left with its outcome."""
+    ran: list[str] = []
+
+    def declare(app: App) -> None:
+        @app.task
+        async def parent(ctx: Context) -> None:
+            ctx.send(app.tasks["child"])
+
+        @app.task
+        async def child() -> None:
+            ran.append("child")
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        settle, claim = app.store.settle, app.store.claim
+        asked, settled = asyncio.Event(), asyncio.Event()
+
+        async def answer_late(*args: Any, **kwargs: Any) -> list[Lease]:
+            leases = await claim(*args, **kwargs)
+            if not leases:
+                asked.set()
+                await settled.wait()
+            return leases
+
+        async def settle_after_the_question(*args: Any, **kwargs: Any) -> list[bool]:
+            await asked.wait()
+            won = await settle(*args, **kwargs)
+            asyncio.get_running_loop().call_later(0.01, settled.set)
+            return won
+
+        app.store.claim = answer_late  # type: ignore[method-assign]
+        app.store.settle = settle_after_the_question  # type: ignore[method-assign]
+        await app.tasks["parent"].send()
+        await app.work(until_idle=True)
+        assert ran == ["child"]
+
+    run(store_url, declare, scenario)
