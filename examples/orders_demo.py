@@ -168,6 +168,7 @@ async def play(console: Console) -> bool:
 async def verdict(console: Console, killed: int) -> bool:
     """Count the effects of every order and say whether each happened once."""
     good = True
+    console.print()
     for table in ("charge", "confirmation"):
         rows = await app.store.fetch(
             f"SELECT times, count(*) FROM (SELECT count(*) AS times FROM {table} GROUP BY order_id) GROUP BY times"
