@@ -7,7 +7,7 @@ It belongs to a sender, which is anything that can send a call, so this module k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
@@ -313,6 +313,6 @@ class Registry:
         """Return the queues the tasks are sent to."""
         return sorted({task.queue for task in self.tasks.values()}) or ["default"]
 
-    def types(self, tasks: Iterable[str] | None = None) -> list[str]:
+    def types(self) -> list[str]:
         """Return the message types that can be handled here."""
-        return sorted(self.tasks if tasks is None else tasks)
+        return sorted(self.tasks)

@@ -81,7 +81,6 @@ class Worker:
         self._rate = 0.0
         self._last_claim = self._clock.steady()
         self._done_alone = 0
-        self.checked_at = self._clock.now()
 
     @property
     def done(self) -> int:
@@ -166,7 +165,6 @@ class Worker:
             logger.warning("store_unavailable doing=claim error=%s", error)
             await self._clock.sleep(_BACK_OFF_SECONDS)
             return None
-        self.checked_at = self._clock.now()
         self._accept(leases, asked_at)
         return len(leases)
 

@@ -104,7 +104,7 @@ def _stop(app: App, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop where it is installed: it moves about a third more messages."""
+    """Run on uvloop, the faster event loop, where it is installed."""
     try:
         import uvloop
     except ImportError:

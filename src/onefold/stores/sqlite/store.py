@@ -47,7 +47,7 @@ from onefold.stores.sqlite.connection import (
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.wake import Wake
-from onefold.stores.sqlite.writer import InlineWriter, ThreadWriter, Turn
+from onefold.stores.sqlite.writer import InlineWriter, ThreadWriter, Turn, Writer
 
 Answer = TypeVar("Answer")
 
@@ -154,7 +154,7 @@ class SQLiteStore:
         if not self._memory:
             refuse_unsafe_file(self.path)
         self._wake = Wake(self.path, between_processes=not self._inline and not self._memory)
-        self._writer = (InlineWriter if self._inline else ThreadWriter)(self._connect, self._clock)
+        self._writer: Writer = (InlineWriter if self._inline else ThreadWriter)(self._connect, self._clock)
         self._reading: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
         self._reader: Session | None = None
         self._opened = True

@@ -56,6 +56,10 @@ class Writer(Protocol):
 
     session: Session
 
+    async def open(self) -> None:
+        """Connect."""
+        ...
+
     async def write(self, operation: Callable[[Session], Answer]) -> Answer:
         """Run an operation in a transaction that others may share; durable when it returns."""
         ...
