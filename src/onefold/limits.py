@@ -42,6 +42,12 @@ SUSPECT_AFTER = 2
 #: A suspect that was alone when its worker died yet again is quarantined as a dead letter at this count.
 QUARANTINE_AFTER = 4
 
+#: A supervisor knows what its processes had started, so it may suspect and judge sooner.
+QUARANTINE_AFTER_SUPERVISED = 3
+#: After a restore from backup every fence rises by this much: more than the claims of one message that can have been
+#: lost with what the backup does not hold.
+FENCE_LEAP = 1_000_000
+
 RETRY_BASE = 5.0
 RETRY_FACTOR = 2.0
 RETRY_CAP = 300.0
@@ -73,7 +79,8 @@ DEDUPLICATION_WINDOW_MAX = 30 * DAY
 
 #: Handlers that run at once in one process.
 CONCURRENCY = 10
-CONCURRENCY_MAX = 1_000
+#: A runner costs a few kilobytes; beyond this a second process is the better answer.
+CONCURRENCY_MAX = 10_000
 #: Never claim more than this at once, however fast the handlers are.
 CLAIM_MAX = 1_000
 #: Claim what will start within about this time at the measured rate.

@@ -95,6 +95,26 @@ class Lease(msgspec.Struct, frozen=True):
         return self.envelope.id
 
 
+class Fenced(Protocol):
+    """What a lease is known by: a message and the fence it was claimed with."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def fence(self) -> int: ...
+
+
+class Lane(IntEnum):
+    """Which messages a worker takes: a supervisor runs those that may have killed a worker apart from the others."""
+
+    ANY = 0
+    #: Only messages that no worker died with.
+    MAIN = 1
+    #: Only messages that a worker died with.
+    PROBATION = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """It succeeded.  The result is kept as long as the key."""
@@ -107,11 +127,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """It is to run again after ``delay`` seconds; ``counted`` says whether this run used up an attempt."""
+    """It is to run again after ``delay`` seconds; ``counted`` says whether this run used up an attempt.
+
+    ``crashed`` says that its process died while it ran: a crash is counted, apart from the attempts.
+    """
 
     delay: float
     failure: Failure | None
     counted: bool = True
+    crashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +207,10 @@ class Query:
     queue: str | None = None
     message_type: str | None = None
     correlation_id: str | None = None
+    #: Leased by this worker.
+    worker: str | None = None
+    #: Alive, and at least so many workers died with it.
+    crashes: int | None = None
     #: Continue after this id; records come in the order of their ids.
     after: str = ""
     limit: int = limits.PAGE
@@ -263,6 +291,13 @@ class Transaction(Protocol):
         """End claims.  True for each that still held its fence; a stale one changes nothing and costs only itself."""
         ...
 
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        """Settle these and commit in one go, as the last thing in the transaction.
+
+        Raises ``LeaseLostError`` if one of them no longer held its fence; then everything is rolled back.
+        """
+        ...
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         """Move messages as an operator: redrive, discard, cancel.  Returns the ids for which the move was legal."""
         ...
@@ -312,7 +347,14 @@ class Store(Protocol):
         ...
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         """Take due messages, including those whose lease ran out: queues in the order given, the longest due first.
 
@@ -320,7 +362,7 @@ class Store(Protocol):
         """
         ...
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         """Keep leases for ``lease`` seconds from now.  False for each that was taken over.
 
         ``starting`` says that a suspect's handler is about to begin: from here on its worker's death counts against it.
@@ -345,6 +387,17 @@ class Store(Protocol):
 
     async def registered(self, kind: str, name: str) -> Registered | None:
         """Return one entry of the register unless it has expired."""
+        ...
+
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        """Return every entry of one kind in the register that has not expired, by name."""
+        ...
+
+    async def restored(self) -> int:
+        """Shut out every worker that is still alive from before a restore from backup; return how many leases ended.
+
+        Every fence rises far above what such a worker could hold, and every lease is over.
+        """
         ...
 
     async def count(self) -> dict[str, Counts]:

@@ -20,6 +20,8 @@ from onefold.store import (
     Attempt,
     Capabilities,
     Counts,
+    Fenced,
+    Lane,
     Lease,
     Outcome,
     Purged,
@@ -148,13 +150,20 @@ class FaultyStore:
         return await self.call("settle", lambda: self._store.settle(settlements))
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         return await self.call(
-            "claim", lambda: self._store.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+            "claim", lambda: self._store.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
         )
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self.call("extend", lambda: self._store.extend(leases, lease=lease, starting=starting))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
@@ -171,6 +180,12 @@ class FaultyStore:
 
     async def registered(self, kind: str, name: str) -> Registered | None:
         return await self.call("registered", lambda: self._store.registered(kind, name))
+
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        return await self.call("entries", lambda: self._store.entries(kind))
+
+    async def restored(self) -> int:
+        return await self.call("restored", lambda: self._store.restored())
 
     async def count(self) -> dict[str, Counts]:
         return await self.call("count", lambda: self._store.count())
@@ -197,6 +212,10 @@ class FaultyTransaction:
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         return await self._store.call("transaction.settle", lambda: self._opened.settle(settlements))
+
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        # Counted under the name of what it stands for, so that a plan written for either form hits it.
+        await self._store.call("transaction.settle", lambda: self._opened.conclude(settlements))
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         return await self._store.call("transaction.move", lambda: self._opened.move(ids, to, act))
