@@ -10,8 +10,11 @@ Everything takes its clock and its randomness as a parameter, so a whole fleet c
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import struct
 import time
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -62,9 +65,51 @@ def boot_id() -> str:
         return f"booted-{(time.time() - time.monotonic()) // 10:.0f}"
 
 
+#: Random bytes are fetched for this many numbers at once, because asking for each apart costs more than using it.
+_BLOCKS = 256
+
+
+class SystemChance(random.SystemRandom):
+    """Randomness from the operating system, fetched in blocks.
+
+    Unlike a seeded generator it does not repeat itself after a fork: the child throws away what was fetched before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refill()
+        _chances.add(self)
+
+    def refill(self) -> None:
+        """Fetch anew, and throw away what is left."""
+        self._blocks = struct.iter_unpack("16s", os.urandom(16 * _BLOCKS))
+
+    def getrandbits(self, k: int, /) -> int:
+        """Return ``k`` random bits."""
+        if k > 128:
+            return super().getrandbits(k)
+        while True:
+            # Taking the next block is one step of the interpreter, so no two threads are given the same one.
+            for (block,) in self._blocks:
+                return int.from_bytes(block, "big") >> (128 - k)
+            self.refill()
+
+
+_chances: weakref.WeakSet[SystemChance] = weakref.WeakSet()
+
+
+def _refill_all() -> None:
+    for chance in _chances:
+        chance.refill()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refill_all)
+
+
 def system_random() -> random.Random:
-    """Randomness from the operating system: unlike a seeded generator it does not repeat itself after a fork."""
-    return random.SystemRandom()
+    """Return randomness from the operating system."""
+    return SystemChance()
 
 
 def new_id(now: int, chance: random.Random) -> str:

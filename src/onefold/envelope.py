@@ -28,8 +28,11 @@ UNKEYED = "unkeyed:"
 _TYPE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """One message, as sent and as delivered."""
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One message, as sent and as delivered.
+
+    Like the other records that exist by the thousand it cannot be part of a cycle, so the collector skips it.
+    """
 
     id: str
     message_type: str

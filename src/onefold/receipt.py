@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -25,17 +26,26 @@ Find = Callable[[Query], Awaitable[list[Record]]]
 Sleep = Callable[[float], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Source(Generic[R]):
+    """Where the receipts of one task find outcomes; shared by all of them."""
+
+    decode: Callable[[bytes], R]
+    find: Find
+    sleep: Sleep
+
+
 class Receipt(Generic[R]):
     """Proof that a message was stored, or that it already was.
 
     Inside a transaction the id is known at once, and the rest after the commit.
     """
 
-    def __init__(self, id_: str, decode: Callable[[bytes], R], find: Find, sleep: Sleep) -> None:
+    __slots__ = ("_id", "_source", "_stored")
+
+    def __init__(self, id_: str, source: Source[R]) -> None:
         self._id = id_
-        self._decode = decode
-        self._find = find
-        self._sleep = sleep
+        self._source = source
         self._stored: Stored | None = None
 
     @property
@@ -77,19 +87,19 @@ class Receipt(Generic[R]):
             if left is not None and left <= 0:
                 raise ResultTimeoutError(f"message {self.id} has no outcome yet; it is still alive")
             pause = min(pause, left) if left is not None else pause
-            await self._sleep(pause)
+            await self._source.sleep(pause)
             left = None if left is None else left - pause
             pause = min(pause * 2, _LOOK_SECONDS_MAX)
 
     async def _ended(self) -> Record | None:
-        found = await self._find(Query(ids=(self.id,)))
+        found = await self._source.find(Query(ids=(self.id,)))
         if not found:
             raise StoreError(f"message {self.id} is no longer kept; its key window is over")
         return found[0] if found[0].state.ended else None
 
     def _outcome(self, record: Record) -> R:
         if record.state is State.DONE and record.result is not None:
-            return self._decode(record.result)
+            return self._source.decode(record.result)
         if record.state is State.DEAD and record.failure is not None:
             failure = record.failure
             raise DeadError(self.id, failure.reason, failure.error_type, failure.error_message)

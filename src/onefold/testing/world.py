@@ -19,7 +19,7 @@ import apsw
 from onefold.app import App
 from onefold.clock import MICROSECONDS
 from onefold.errors import OnefoldError, StoreUnavailableError
-from onefold.store import Lease, Query, Record, State
+from onefold.store import Fenced, Lane, Lease, Query, Record, State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.session import Session
 from onefold.testing.checker import Effect, Final, Journal, Report, Violation, check
@@ -119,10 +119,17 @@ class SimulatedStore(FaultyStore):
         raise StoreUnavailableError(f"the answer to {verb} was lost")
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         async def claim() -> list[Lease]:
-            leases = await self._sqlite.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+            leases = await self._sqlite.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
             self._answer = {(one.id, one.fence) for one in leases}
             for one in leases:
                 self._world.journal.claim(worker, one.id, one.fence)
@@ -131,7 +138,7 @@ class SimulatedStore(FaultyStore):
 
         return await self.call("claim", claim)
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self.call("extend", lambda: self._sqlite.extend(leases, lease=lease, starting=starting))
 
     def die(self) -> None:

@@ -1,0 +1,45 @@
+"""Randomness that is fetched in blocks must be as good as randomness that is not."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from onefold.clock import new_id, system_random
+
+
+def test_numbers_have_the_bits_asked_for() -> None:
+    chance = system_random()
+    for bits in (1, 8, 32, 74, 128, 200):
+        drawn = [chance.getrandbits(bits) for _ in range(2_000)]
+        assert all(0 <= number < 2**bits for number in drawn)
+        assert any(number >= 2 ** (bits - 1) for number in drawn)
+
+
+def test_no_id_is_made_twice_by_threads() -> None:
+    chance = system_random()
+    made: list[list[str]] = [[] for _ in range(4)]
+
+    def make(mine: list[str]) -> None:
+        mine.extend(new_id(0, chance) for _ in range(5_000))
+
+    threads = [threading.Thread(target=make, args=(mine,)) for mine in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({one for mine in made for one in mine}) == 20_000
+
+
+def test_a_forked_child_does_not_repeat_its_parent() -> None:
+    """Fault 41: what was fetched before a fork would be given out twice."""
+    chance = system_random()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writes, b"%d" % chance.getrandbits(64))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(reads, 100)) != chance.getrandbits(64)
+    os.close(reads)
+    os.close(writes)
