@@ -1,10 +1,11 @@
-"""The command line: ``python -m benchmarks [--quick] [--store sqlite] [--only S1 S4]``."""
+"""The command line: ``python -m benchmarks [--quick] [--store sqlite] [--only S1 S4] [--peers none] [--write]``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.bars import WORKLOADS, Workload
 from benchmarks.engines import Engine, Postgres, SQLite
+from benchmarks.environment import InstallError, install
 from benchmarks.loop import run
-from benchmarks.report import show, show_settings
-from benchmarks.suite import FULL, QUICK, Results, Scale, Suite, measures
+from benchmarks.page import write
+from benchmarks.peers import PEERS
+from benchmarks.place import FULL, QUICK, Scale
+from benchmarks.plan import WORKLOADS, Workload
+from benchmarks.report import show
+from benchmarks.results import Results
+from benchmarks.settings import describe
+from benchmarks.suite import Suite
 
-_STORES: dict[str, Callable[[Path], Engine]] = {"sqlite": SQLite, "postgres": lambda _: Postgres()}
+#: Of the output where it is not a terminal, so that the table stays in one piece.
+_WIDTH = 120
+_STORES: dict[str, Callable[[Path], Engine]] = {"sqlite": SQLite, "postgres": Postgres}
 
 
 def main() -> None:
@@ -27,44 +36,67 @@ def main() -> None:
     if options.rounds:
         scale = replace(scale, rounds=options.rounds)
     workloads = [workload for workload in WORKLOADS if workload.code in options.only]
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    peers = _install(console, _wanted_peers(options.peers, options.store, workloads))
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="onefold-bench-", dir=options.directory)
         directory = Path(stack.enter_context(temporary))
-        # What the library leaves in the directory for temporary files goes with the benchmark's own.
-        stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
-        tempfile.tempdir = str(directory)
         engines = [stack.enter_context(_STORES[name](directory)) for name in options.store]
-        everything = _measure(console, engines, directory, scale, workloads)
-        show(console, everything, workloads)
-        show_settings(console, everything, scale, [engine.settings() for engine in engines])
+        suites = [Suite(engine, directory, scale, workloads, peers) for engine in engines]
+        everything = _measure(console, suites)
+        settings = describe(scale, engines, [name for name, reason in peers.items() if reason is None])
+    show(console, everything, workloads, settings)
+    if options.write:
+        for path in write(everything, workloads, settings):
+            console.print(f"written: {path}", style="dim")
 
 
 def _read_options() -> argparse.Namespace:
     codes = [workload.code for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="onefold beside the raw engine")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="onefold beside raw engines and peers")
     parser.add_argument("--quick", action="store_true", help="one short round: a look, not a measurement")
     parser.add_argument("--store", nargs="+", choices=list(_STORES), default=list(_STORES))
-    parser.add_argument("--only", nargs="+", choices=codes, default=codes, metavar="S1", help="only these rows")
+    parser.add_argument("--only", nargs="+", choices=codes, default=codes, metavar="S1", help="only these workloads")
+    parser.add_argument("--peers", nargs="+", choices=["none", "all", *PEERS], default=["all"], metavar="NAME")
     parser.add_argument("--rounds", type=int, help="rounds instead of five (or one, with --quick)")
     parser.add_argument("--directory", type=Path, help="put the SQLite files on this disk")
+    parser.add_argument("--write", action="store_true", help="write the results to docs/benchmarks")
     return parser.parse_args()
 
 
-def _measure(
-    console: Console, engines: list[Engine], directory: Path, scale: Scale, workloads: list[Workload]
-) -> list[Results]:
-    columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _wanted_peers(asked: Sequence[str], stores: Sequence[str], workloads: Sequence[Workload]) -> list[str]:
+    """Name the peers that were asked for and have something to do."""
+    chosen = set(PEERS) if "all" in asked else set(asked)
+    busy = {name for workload in workloads for store in stores for name in workload.taking_part(store, chosen)}
+    return [name for name in PEERS if name in busy]
+
+
+def _install(console: Console, names: Sequence[str]) -> dict[str, str | None]:
+    """Return, per peer, why it cannot take part, or None."""
+    peers: dict[str, str | None] = {}
+    for name in names:
+        with console.status(f"installing {name}"):
+            try:
+                install(PEERS[name])
+            except InstallError as error:
+                peers[name] = str(error)
+            else:
+                peers[name] = None
+    return peers
+
+
+def _measure(console: Console, suites: Sequence[Suite]) -> list[Results]:
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn between measures only: a thread that draws meanwhile would take its time from what is measured.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        row = progress.add_task("", total=measures(scale, len(engines), workloads))
+        bar = progress.add_task("", total=sum(1 for suite in suites for _ in suite.turns()))
 
         def advance(description: str) -> None:
-            progress.update(row, description=description)
+            progress.update(bar, description=description)
             progress.refresh()
-            progress.advance(row)
+            progress.advance(bar)
 
-        return [run(Suite(engine, directory, scale, advance).run(workloads)) for engine in engines]
+        return [run(suite.run(advance)) for suite in suites]
 
 
 if __name__ == "__main__":

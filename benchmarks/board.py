@@ -1,46 +1,86 @@
-"""What workers tell the process that measures them, through shared memory: a log file would cost more than the job."""
+"""What workers tell the process that measures them, through shared memory: a log file would cost more than the job.
+
+Each worker has a file: a header of eight numbers, of which the first two are used (when its first handler started,
+how many ran), then a record per run (which message, and how many nanoseconds after it was made).
+Processes that cannot map memory write the same bytes with ordinary writes.
+"""
 
 from __future__ import annotations
 
 import mmap
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
-#: Per worker: when its first handler started, and how many ran.  A full cache line keeps the workers apart.
-_FIELDS = 8
+#: Numbers before the first record; a full cache line.
+HEADER = 8
+_STARTED, _RAN = 0, 1
+_RECORD = 2
+_BYTES = 8
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
 
 class Tally:
     """One worker's side."""
 
-    def __init__(self, path: Path, slot: int) -> None:
-        with path.open("r+b") as file:
-            self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        self._started = slot * _FIELDS
-        self._ran = self._started + 1
+    def __init__(self, path: Path) -> None:
+        self._numbers = _map(path)
+        self._room = (len(self._numbers) - HEADER) // _RECORD
+        # Some peers run their handlers in threads.
+        self._lock = threading.Lock()
 
-    def count(self) -> None:
+    def count(self, seq: int, made_at: int) -> None:
         """The handler's only work."""
+        now = time.perf_counter_ns()
         numbers = self._numbers
-        if not numbers[self._ran]:
-            numbers[self._started] = time.perf_counter_ns()
-        numbers[self._ran] += 1
+        with self._lock:
+            ran = numbers[_RAN]
+            if not ran:
+                numbers[_STARTED] = now
+            if ran < self._room:
+                at = HEADER + ran * _RECORD
+                numbers[at] = seq
+                numbers[at + 1] = now - made_at
+            numbers[_RAN] = ran + 1
 
 
 class Board:
-    """The measuring side."""
+    """The measuring side: the files of all workers."""
 
-    def __init__(self, path: Path, workers: int) -> None:
-        path.write_bytes(bytes(workers * _FIELDS * 8))
-        self.path = path
-        with path.open("r+b") as file:
-            self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    def __init__(self, directory: Path, workers: int, messages: int) -> None:
+        self.paths = [directory / f"board-{slot}" for slot in range(workers)]
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+            with path.open("wb") as file:
+                file.truncate((HEADER + _RECORD * messages) * _BYTES)
+        self._views = [_map(path) for path in self.paths]
 
     @property
     def ran(self) -> int:
-        return sum(self._numbers[1::_FIELDS])
+        return sum(view[_RAN] for view in self._views)
 
     @property
     def started(self) -> int:
         """When the first handler of all started; the clock is the same in every process of a machine."""
-        return min(number for number in self._numbers[0::_FIELDS] if number)
+        return min(view[_STARTED] for view in self._views if view[_RAN])
+
+    def waits(self) -> dict[int, int]:
+        """Return, per message that ran, how many nanoseconds passed until its handler started."""
+        return dict(record for view in self._views for record in _records(view))
+
+    def check(self, messages: int) -> None:
+        """Refuse a measure in which a message did not run, or ran twice."""
+        runs = Counter(seq for view in self._views for seq, _ in _records(view))
+        if len(runs) != messages or self.ran != messages:
+            raise RuntimeError(f"{self.ran} runs of {len(runs)} messages instead of {messages}")
+
+
+def _records(view: memoryview) -> list[tuple[int, int]]:
+    end = min(HEADER + view[_RAN] * _RECORD, len(view))
+    numbers = view[HEADER:end].tolist()
+    return list(zip(numbers[::_RECORD], numbers[1::_RECORD], strict=True))

@@ -1,15 +1,39 @@
-"""What takes part in a benchmark, and the message everybody sends."""
+"""What takes part in a benchmark, and the message everybody sends.  Peers import this, so it needs nothing but Python."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from benchmarks.board import Tally
 
 #: Called by a drain once it is connected; returns when all workers may begin.
 Ready = Callable[[], None]
+
+#: Every so many messages one fails, where some are to: 5 %.
+POISON_EVERY = 20
+#: Recorded steps of a workflow.
+STEPS = 5
+
+
+class Mode(StrEnum):
+    """What the handler does."""
+
+    PLAIN = "plain"
+    #: It writes one row, in the commit that ends the message.
+    TRANSACTIONAL = "transactional"
+    #: It records five steps, each durable before the next begins.
+    WORKFLOW = "workflow"
+    #: It raises for one message in twenty.
+    POISON = "poison"
+    #: It never returns.
+    WAITING = "waiting"
+
+
+class NotBuiltError(Exception):
+    """The library has no such feature yet."""
 
 
 class Job(NamedTuple):
@@ -28,14 +52,12 @@ def make_job(seq: int) -> Job:
 class Contender(Protocol):
     """A queue under test: the library, a raw loop, or a peer.
 
-    One instance either sends and watches, or drains in a worker process of its own; both are given the same URL.
+    One instance either sends and watches, or drains in a process of its own; both are given the same URL and mode.
     """
 
-    name: str
-    #: Workers drain with a handler that writes one row in the commit that ends the message.
-    transactional: bool
+    def __init__(self, url: str, mode: Mode) -> None: ...
 
-    async def setup(self, url: str) -> None:
+    async def setup(self) -> None:
         """Make the schema in an empty database and connect."""
         ...
 
@@ -44,15 +66,13 @@ class Contender(Protocol):
         ...
 
     async def enqueue_many(self, jobs: list[Job]) -> None:
-        """Store many messages in one commit."""
+        """Store many messages: in one commit, where there is a way to."""
         ...
 
     async def left(self) -> int:
         """How many messages have not reached their end, as the store itself says."""
         ...
 
-    async def close(self) -> None: ...
-
-    async def drain(self, url: str, tally: Tally, ready: Ready) -> None:
+    async def drain(self, tally: Tally, ready: Ready) -> None:
         """Work for ever, counting every run of the handler; the process is ended from outside."""
         ...

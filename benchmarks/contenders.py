@@ -1,26 +1,38 @@
-"""Who takes part.  A peer is one more class beside the raw loops, and one more line here."""
+"""Who takes part, and how its processes are started."""
 
 from __future__ import annotations
 
-from benchmarks.contender import Contender
-from benchmarks.ours import Onefold
-from benchmarks.raw_postgres import RawPostgres
-from benchmarks.raw_sqlite import RawSQLite
+import sys
+from pathlib import Path
+
+from benchmarks import environment
+from benchmarks.contender import Mode
+from benchmarks.peers import PEERS
+from benchmarks.processes import Launch
 
 OURS = "onefold"
 RAW = "raw"
 
-#: Per store, in the order in which they take turns.
-_CONTENDERS: dict[str, dict[str, type[Onefold | RawSQLite | RawPostgres]]] = {
-    "sqlite": {RAW: RawSQLite, OURS: Onefold},
-    "postgres": {RAW: RawPostgres, OURS: Onefold},
+_WHERE = {
+    (OURS, "sqlite"): "benchmarks.ours:Onefold",
+    (OURS, "postgres"): "benchmarks.ours:Onefold",
+    (RAW, "sqlite"): "benchmarks.raw_sqlite:RawSQLite",
+    (RAW, "postgres"): "benchmarks.raw_postgres:RawPostgres",
 }
+_NODE_AGENT = Path(__file__).parent / "peers" / "agent.mjs"
 
 
-def make_contender(store: str, name: str, *, transactional: bool = False) -> Contender:
-    """Make one by its names, in the measuring process or in a worker."""
-    return _CONTENDERS[store][name](transactional=transactional)
+def launch(store: str, name: str, mode: Mode, url: str) -> Launch:
+    """Return what starts a contender, by its names."""
+    if name not in PEERS:
+        return _python(sys.executable, _WHERE[name, store], mode, url)
+    peer = PEERS[name]
+    if not peer.modules:
+        return _python(str(environment.python_of(peer)), peer.where, mode, url)
+    module = (_NODE_AGENT.parent / peer.where).as_uri()
+    directory = str(environment.DIRECTORY / peer.name)
+    return Launch((str(environment.node_of(peer)), str(_NODE_AGENT), module, url), {"PEER_DIRECTORY": directory})
 
 
-def names(store: str) -> list[str]:
-    return list(_CONTENDERS[store])
+def _python(interpreter: str, where: str, mode: Mode, url: str) -> Launch:
+    return Launch((interpreter, "-m", "benchmarks.agent", where, mode, url), {})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -35,6 +38,8 @@ class Engine(AbstractContextManager["Engine"], Protocol):
     """Where databases come from."""
 
     name: str
+    #: What the contenders' processes find in their environment beside the ordinary.
+    environment: dict[str, str]
 
     def create(self) -> str:
         """Make an empty database but for the handlers' own table, and return its URL."""
@@ -44,8 +49,10 @@ class Engine(AbstractContextManager["Engine"], Protocol):
         """Finish what filling the database left to do, so that it is not paid for by whoever drains."""
         ...
 
-    def effects(self, url: str) -> int:
-        """How many rows the handlers wrote."""
+    def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]: ...
+
+    def load(self, url: str, statements: Iterable[str]) -> None:
+        """Execute statements that write very much, each in a commit of its own that need not be durable at once."""
         ...
 
     def drop(self, url: str) -> None: ...
@@ -56,13 +63,14 @@ class Engine(AbstractContextManager["Engine"], Protocol):
 
 
 class SQLite:
-    """Files in the directory of the benchmark."""
+    """Files in the directory of the benchmark, each in one of its own, where peers may put theirs."""
 
     name = "sqlite"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._numbers = itertools.count()
+        self.environment = {"TMPDIR": str(directory)}
 
     def __enter__(self) -> Self:
         return self
@@ -71,27 +79,34 @@ class SQLite:
         """The files go with their directory."""
 
     def create(self) -> str:
-        url = f"{_SCHEME}{self._directory / f'{next(self._numbers)}.db'}"
-        self._execute(url, _EFFECT)
+        directory = self._directory / f"sqlite-{next(self._numbers)}"
+        directory.mkdir()
+        url = f"{_SCHEME}{directory / 'store.db'}"
+        self.execute(url, _EFFECT)
         return url
 
     def calm(self, url: str) -> None:
-        self._execute(url, "PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def effects(self, url: str) -> int:
-        return int(self._execute(url, "SELECT count(*) FROM effect")[0][0])
+        self.execute(url, "PRAGMA wal_checkpoint(TRUNCATE)")
 
     def drop(self, url: str) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            Path(url.removeprefix(_SCHEME) + suffix).unlink(missing_ok=True)
+        shutil.rmtree(Path(url.removeprefix(_SCHEME)).parent, ignore_errors=True)
 
     def settings(self) -> str:
         return f"SQLite {apsw.sqlite_lib_version()}, WAL, synchronous=FULL"
 
-    def _execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
+    def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         connection = connect_sqlite(url)
         try:
             return connection.execute(statement).fetchall()
+        finally:
+            connection.close()
+
+    def load(self, url: str, statements: Iterable[str]) -> None:
+        connection = connect_sqlite(url)
+        try:
+            connection.execute("PRAGMA synchronous = OFF; PRAGMA cache_size = -200000")
+            for statement in statements:
+                connection.execute(statement)
         finally:
             connection.close()
 
@@ -101,12 +116,16 @@ class Postgres:
 
     name = "postgres"
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self._stack = ExitStack()
         self._numbers = itertools.count()
+        self._directory = directory
 
     def __enter__(self) -> Self:
         self._server = self._stack.enter_context(PostgresServer())
+        # A peer makes its schema with psql.
+        path = f"{self._server.binaries}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        self.environment = {"TMPDIR": str(self._directory), "PATH": path}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,24 +133,37 @@ class Postgres:
 
     def create(self) -> str:
         url = self._server.create_database(f"bench_{next(self._numbers)}")
-        self._execute(url, _EFFECT)
+        self.execute(url, _EFFECT)
         return url
 
     def calm(self, url: str) -> None:
-        self._execute(url, "ANALYZE")
-        self._execute(url, "CHECKPOINT")
-
-    def effects(self, url: str) -> int:
-        return int(self._execute(url, "SELECT count(*) FROM effect")[0][0])
+        self.execute(url, "ANALYZE")
+        self.execute(url, "CHECKPOINT")
 
     def drop(self, url: str) -> None:
         self._server.drop_database(url.rpartition("/")[2])
 
     def settings(self) -> str:
-        version = self._execute(self._server.url(), "SHOW server_version")[0][0]
+        version = self.execute(self._server.url(), "SHOW server_version")[0][0]
         return f"PostgreSQL {version}, psycopg {psycopg.__version__}, fsync and synchronous_commit on"
 
-    def _execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
+    def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(url, autocommit=True) as connection:
-            cursor = connection.execute(statement)
+            cursor = connection.execute(statement)  # type: ignore[call-overload]
             return cursor.fetchall() if cursor.description else []
+
+    def load(self, url: str, statements: Iterable[str]) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("SET synchronous_commit = off")
+            for statement in statements:
+                connection.execute(statement)  # type: ignore[call-overload]
+
+    def log_statements(self, url: str) -> None:
+        """From now on, whoever connects to this database has every statement written to the server's log."""
+        self.execute(url, f"ALTER DATABASE {url.rpartition('/')[2]} SET log_statement = 'all'")
+
+    def logged_statements(self) -> int:
+        """Count what the log holds: exact, while the counters of transactions know no statements."""
+        data: str = self.execute(self._server.url(), "SHOW data_directory")[0][0]
+        with (Path(data).parent / "log").open(errors="replace") as log:
+            return sum("LOG:  statement: " in line or "LOG:  execute " in line for line in log)

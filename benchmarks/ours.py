@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from benchmarks.board import Tally
-from benchmarks.contender import Job, Ready
+from benchmarks.contender import POISON_EVERY, Job, Mode, NotBuiltError, Ready
 from benchmarks.engines import insert_effect
 from onefold import App, Context
+from onefold.store import Done
+
+#: Handlers at once where the mode asks for another number than the default.
+CONCURRENCY = {Mode.WAITING: 10_000}
+_QUEUE = "default"
+_CLAIM_LEASE = 60.0
+
+Handler = Callable[..., Awaitable[None]]
 
 
 class Onefold:
     """Sends keyed tasks; the sender and the worker make the same app."""
 
-    name = "onefold"
+    def __init__(self, url: str, mode: Mode) -> None:
+        self._url = url
+        self._mode = mode
 
-    def __init__(self, *, transactional: bool = False) -> None:
-        self.transactional = transactional
+    def _declare(self, tally: Tally | None) -> None:
+        """Declare the one handler in use, so that claims ask for one type."""
+        self._app = App(self._url)
+        self._task = self._app.task(key="{seq}")(_handler(self._mode, tally, insert_effect(self._url)))
 
-    async def setup(self, url: str) -> None:
-        self._declare(url, None)
+    async def setup(self) -> None:
+        self._declare(None)
         await self._app.migrate()
         await self._app.open()
-
-    def _declare(self, url: str, tally: Tally | None) -> None:
-        """Declare the two handlers; only the one in use is registered, so that claims ask for one type."""
-        self._app = App(url)
-        insert = insert_effect(url)
-
-        async def notify(seq: int, t0: int, to: str, template: str) -> None:
-            assert tally is not None
-            tally.count()
-
-        async def record(ctx: Context, seq: int, t0: int, to: str, template: str) -> None:
-            assert tally is not None
-            tally.count()
-            await ctx.execute(insert, seq, to)
-
-        declare = self._app.task(key="{seq}")
-        self._task = declare(record) if self.transactional else declare(notify)
 
     async def enqueue_one(self, job: Job) -> None:
         await self._task.send(*job)
@@ -47,11 +47,53 @@ class Onefold:
     async def left(self) -> int:
         return sum(counts.scheduled + counts.leased for counts in (await self._app.count()).values())
 
-    async def close(self) -> None:
-        await self._app.close()
-
-    async def drain(self, url: str, tally: Tally, ready: Ready) -> None:
-        self._declare(url, tally)
+    async def drain(self, tally: Tally, ready: Ready) -> None:
+        self._declare(tally)
         async with self._app:
             ready()
-            await self._app.work()
+            concurrency = CONCURRENCY.get(self._mode)
+            await self._app.work(**({} if concurrency is None else {"concurrency": concurrency}))
+
+    async def claims(self, *, size: int, number: int, every: float = 0.0) -> list[tuple[float, int]]:
+        """Claim and settle in batches without running a handler; return seconds and messages of each claim."""
+        store, types = self._app.store, list(self._app.tasks)
+        taken: list[tuple[float, int]] = []
+        begin = time.perf_counter()
+        for turn in range(number):
+            await asyncio.sleep(max(0.0, begin + turn * every - time.perf_counter()))
+            start = time.perf_counter()
+            leases = await store.claim([_QUEUE], types=types, limit=size, lease=_CLAIM_LEASE, worker="bench")
+            taken.append((time.perf_counter() - start, len(leases)))
+            await store.settle([(lease, Done(b"null")) for lease in leases])
+        return taken
+
+
+def _handler(mode: Mode, tally: Tally | None, insert: str) -> Handler:
+    """Return the handler of a mode; the sender needs its signature only."""
+    count: Any = None if tally is None else tally.count
+
+    async def notify(seq: int, t0: int, to: str, template: str) -> None:
+        count(seq, t0)
+
+    async def record(ctx: Context, seq: int, t0: int, to: str, template: str) -> None:
+        count(seq, t0)
+        await ctx.execute(insert, seq, to)
+
+    async def fail_sometimes(seq: int, t0: int, to: str, template: str) -> None:
+        if seq % POISON_EVERY == 0:
+            raise RuntimeError("poison")
+        count(seq, t0)
+
+    async def wait(seq: int, t0: int, to: str, template: str) -> None:
+        count(seq, t0)
+        await asyncio.Event().wait()
+
+    handlers: dict[Mode, Handler] = {
+        Mode.PLAIN: notify,
+        Mode.TRANSACTIONAL: record,
+        Mode.POISON: fail_sometimes,
+        Mode.WAITING: wait,
+    }
+    if mode not in handlers:
+        raise NotBuiltError("onefold has no workflows yet")
+    return handlers[mode]

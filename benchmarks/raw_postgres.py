@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import psycopg
 
 from benchmarks.board import Tally
-from benchmarks.contender import Job, Ready
+from benchmarks.contender import STEPS, Job, Mode, Ready
 from benchmarks.engines import insert_effect
 
 CLAIM = 500
-#: Handlers with a transaction of their own, as many at once as a worker of ours runs.
+#: Handlers with commits of their own: as many at once as a worker of ours runs.
 CONNECTIONS = 10
 IDLE_SECONDS = 0.005
 
@@ -23,6 +24,7 @@ CREATE TABLE job (
     id bigserial PRIMARY KEY, state int NOT NULL DEFAULT 0, lease_until timestamptz, payload text
 );
 CREATE INDEX job_ready ON job (id) WHERE state = 0;
+CREATE TABLE step (job bigint, number int, output text, PRIMARY KEY (job, number));
 """
 _INSERT = "INSERT INTO job (payload) VALUES (%s)"
 _COPY = "COPY job (payload) FROM STDIN"
@@ -33,19 +35,23 @@ WHERE job.id = due.id
 RETURNING job.id, payload
 """
 _DELETE = "DELETE FROM job WHERE id = %s"
+_STEP = "INSERT INTO step (job, number, output) VALUES (%s, %s, 'ok')"
 _DELETE_MANY = "DELETE FROM job WHERE id = ANY(%s::bigint[])"
+_EFFECT = insert_effect("postgresql:")
+
+Connection = psycopg.AsyncConnection[Any]
+Run = Callable[[Connection, int, dict[str, Any], Tally], Awaitable[None]]
 
 
 class RawPostgres:
-    """One connection in one thread; only transactional handlers need more of them."""
+    """One connection in one thread; only handlers with commits of their own need more of them."""
 
-    name = "raw"
+    def __init__(self, url: str, mode: Mode) -> None:
+        self._url = url
+        self._mode = mode
 
-    def __init__(self, *, transactional: bool = False) -> None:
-        self.transactional = transactional
-
-    async def setup(self, url: str) -> None:
-        self._connection = psycopg.connect(url, autocommit=True)
+    async def setup(self) -> None:
+        self._connection = psycopg.connect(self._url, autocommit=True)
         self._connection.execute(_SCHEMA)
 
     async def enqueue_one(self, job: Job) -> None:
@@ -61,14 +67,11 @@ class RawPostgres:
         assert row is not None
         return int(row[0])
 
-    async def close(self) -> None:
-        self._connection.close()
-
-    async def drain(self, url: str, tally: Tally, ready: Ready) -> None:
-        if self.transactional:
-            await _drain_apart(url, tally, ready)
+    async def drain(self, tally: Tally, ready: Ready) -> None:
+        if self._mode is Mode.PLAIN:
+            await _drain_together(self._url, tally, ready)
         else:
-            await _drain_together(url, tally, ready)
+            await _drain_apart(self._url, self._mode, tally, ready)
 
 
 async def _drain_together(url: str, tally: Tally, ready: Ready) -> None:
@@ -77,34 +80,42 @@ async def _drain_together(url: str, tally: Tally, ready: Ready) -> None:
     while True:
         rows = connection.execute(_LEASE, (CLAIM,)).fetchall()
         for _, payload in rows:
-            json.loads(payload)
-            tally.count()
+            job = json.loads(payload)
+            tally.count(job["seq"], job["t0"])
         if rows:
             connection.execute(_DELETE_MANY, ([id_ for id_, _ in rows],))
         else:
             await asyncio.sleep(IDLE_SECONDS)
 
 
-async def _drain_apart(url: str, tally: Tally, ready: Ready) -> None:
-    """One commit per message, which holds the user's row and the end of the message."""
+async def _drain_apart(url: str, mode: Mode, tally: Tally, ready: Ready) -> None:
+    """Each message ends in a commit of its own."""
     claimer = await psycopg.AsyncConnection.connect(url, autocommit=True)
     connections = [await psycopg.AsyncConnection.connect(url, autocommit=True) for _ in range(CONNECTIONS)]
-    insert = insert_effect(url)
+    run = _run_with_row if mode is Mode.TRANSACTIONAL else _run_with_steps
     ready()
     while True:
         rows = deque(await (await claimer.execute(_LEASE, (CLAIM,))).fetchall())
         if not rows:
             await asyncio.sleep(IDLE_SECONDS)
-        await asyncio.gather(*(_run_apart(connection, rows, tally, insert) for connection in connections))
+        await asyncio.gather(*(_run_all(run, connection, rows, tally) for connection in connections))
 
 
-async def _run_apart(
-    connection: psycopg.AsyncConnection[Any], rows: deque[tuple[Any, ...]], tally: Tally, insert: str
-) -> None:
+async def _run_all(run: Run, connection: Connection, rows: deque[tuple[Any, ...]], tally: Tally) -> None:
     while rows:
         id_, payload = rows.popleft()
-        job = json.loads(payload)
-        tally.count()
-        async with connection.transaction():
-            await connection.execute(insert, (job["seq"], job["to"]))
-            await connection.execute(_DELETE, (id_,))
+        await run(connection, id_, json.loads(payload), tally)
+
+
+async def _run_with_row(connection: Connection, id_: int, job: dict[str, Any], tally: Tally) -> None:
+    tally.count(job["seq"], job["t0"])
+    async with connection.transaction():
+        await connection.execute(_EFFECT, (job["seq"], job["to"]))
+        await connection.execute(_DELETE, (id_,))
+
+
+async def _run_with_steps(connection: Connection, id_: int, job: dict[str, Any], tally: Tally) -> None:
+    tally.count(job["seq"], job["t0"])
+    for number in range(STEPS):
+        await connection.execute(_STEP, (id_, number))
+    await connection.execute(_DELETE, (id_,))

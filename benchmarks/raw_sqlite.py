@@ -9,7 +9,7 @@ from typing import Any
 import apsw
 
 from benchmarks.board import Tally
-from benchmarks.contender import Job, Ready
+from benchmarks.contender import STEPS, Job, Mode, Ready
 from benchmarks.engines import connect_sqlite, insert_effect
 
 CLAIM = 100
@@ -19,6 +19,7 @@ LEASE_SECONDS = 60
 _SCHEMA = """
 CREATE TABLE job (id INTEGER PRIMARY KEY, state INT NOT NULL DEFAULT 0, lease_until REAL, payload TEXT);
 CREATE INDEX job_ready ON job (id) WHERE state = 0;
+CREATE TABLE step (job INT, number INT, output TEXT, PRIMARY KEY (job, number)) WITHOUT ROWID;
 """
 _INSERT = "INSERT INTO job (payload) VALUES (?)"
 _LEASE = """
@@ -27,62 +28,75 @@ WHERE id IN (SELECT id FROM job WHERE state = 0 ORDER BY id LIMIT ?)
 RETURNING id, payload
 """
 _DELETE = "DELETE FROM job WHERE id = ?"
+_STEP = "INSERT INTO step (job, number, output) VALUES (?, ?, 'ok')"
+_EFFECT = insert_effect("sqlite:///")
+
+Row = tuple[int, str]
 
 
 class RawSQLite:
     """Through the same SQLite library as onefold, so that only what is done with it differs."""
 
-    name = "raw"
+    def __init__(self, url: str, mode: Mode) -> None:
+        self._url = url
+        self._mode = mode
 
-    def __init__(self, *, transactional: bool = False) -> None:
-        self.transactional = transactional
-
-    async def setup(self, url: str) -> None:
-        self._connection = connect_sqlite(url)
+    async def setup(self) -> None:
+        self._connection = connect_sqlite(self._url)
         self._connection.execute(_SCHEMA)
 
     async def enqueue_one(self, job: Job) -> None:
         self._connection.execute(_INSERT, (json.dumps(job._asdict()),))
 
     async def enqueue_many(self, jobs: list[Job]) -> None:
-        _commit_each(self._connection, _INSERT, [(json.dumps(job._asdict()),) for job in jobs])
+        _execute_together(self._connection, _INSERT, [(json.dumps(job._asdict()),) for job in jobs])
 
     async def left(self) -> int:
         count: int = self._connection.execute("SELECT count(*) FROM job").get
         return count
 
-    async def close(self) -> None:
-        self._connection.close()
-
-    async def drain(self, url: str, tally: Tally, ready: Ready) -> None:
-        connection = connect_sqlite(url)
-        insert = insert_effect(url)
+    async def drain(self, tally: Tally, ready: Ready) -> None:
+        connection = connect_sqlite(self._url)
+        run = {Mode.PLAIN: _run_together, Mode.TRANSACTIONAL: _run_with_row, Mode.WORKFLOW: _run_with_steps}[self._mode]
         ready()
         while True:
-            rows: list[tuple[Any, ...]] = connection.execute(_LEASE, (LEASE_SECONDS, CLAIM)).fetchall()
+            rows: list[Row] = connection.execute(_LEASE, (LEASE_SECONDS, CLAIM)).fetchall()
+            run(connection, rows, tally)
             if not rows:
                 await asyncio.sleep(IDLE_SECONDS)
-            elif self.transactional:
-                _run_apart(connection, rows, tally, insert)
-            else:
-                for _, payload in rows:
-                    json.loads(payload)
-                    tally.count()
-                _commit_each(connection, _DELETE, [(id_,) for id_, _ in rows])
 
 
-def _commit_each(connection: apsw.Connection, statement: str, parameters: list[tuple[Any, ...]]) -> None:
+def _execute_together(connection: apsw.Connection, statement: str, parameters: list[tuple[Any, ...]]) -> None:
     connection.execute("BEGIN IMMEDIATE")
     connection.executemany(statement, parameters)
     connection.execute("COMMIT")
 
 
-def _run_apart(connection: apsw.Connection, rows: list[tuple[Any, ...]], tally: Tally, insert: str) -> None:
+def _run_together(connection: apsw.Connection, rows: list[Row], tally: Tally) -> None:
+    for _, payload in rows:
+        job = json.loads(payload)
+        tally.count(job["seq"], job["t0"])
+    if rows:
+        _execute_together(connection, _DELETE, [(id_,) for id_, _ in rows])
+
+
+def _run_with_row(connection: apsw.Connection, rows: list[Row], tally: Tally) -> None:
     """One commit per message, which holds the user's row and the end of the message."""
     for id_, payload in rows:
         job = json.loads(payload)
-        tally.count()
+        tally.count(job["seq"], job["t0"])
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(insert, (job["seq"], job["to"]))
+        connection.execute(_EFFECT, (job["seq"], job["to"]))
         connection.execute(_DELETE, (id_,))
         connection.execute("COMMIT")
+
+
+def _run_with_steps(connection: apsw.Connection, rows: list[Row], tally: Tally) -> None:
+    """One commit per step; the ends of the messages share one."""
+    for id_, payload in rows:
+        job = json.loads(payload)
+        tally.count(job["seq"], job["t0"])
+        for number in range(STEPS):
+            connection.execute(_STEP, (id_, number))
+    if rows:
+        _execute_together(connection, _DELETE, [(id_,) for id_, _ in rows])

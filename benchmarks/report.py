@@ -1,79 +1,65 @@
-"""What people read: one table, then the settings it was taken with."""
+"""What people read in the terminal: one table, with a line for everything our figure is set beside."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import loop, raw_postgres, raw_sqlite, workloads
-from benchmarks.bars import RAW, Workload, verdict
 from benchmarks.contenders import OURS
-from benchmarks.suite import Results, Scale
+from benchmarks.plan import Row, Workload
+from benchmarks.results import Comparison, Results
 
-_COLOURS = {"reached": "green", "tie": "yellow", "missed": "red"}
+_COLOURS = {"reached": "green", "tie": "yellow", "missed": "red", "failed:": "red"}
+
+#: Title, store, our figure, against, its figure, ratio, bar, what is said.
+Line = tuple[str, str, str, str, str, str, str, str]
+HEADINGS: Line = ("", "store", OURS, "beside", "", "ratio", "bar", "")
 
 
-def show(console: Console, everything: Sequence[Results], rows: Sequence[Workload]) -> None:
-    """Print the table, then what went wrong."""
-    table = Table(title="messages per second", box=None, padding=(0, 1, 0, 0))
-    for heading in ("", "store"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("onefold", "raw", "ratio", "bar"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for row in rows:
+def lines(everything: Sequence[Results], workloads: Sequence[Workload]) -> Iterator[Line]:
+    """Give the report's lines; the terminal and the page show the same ones."""
+    for row in (row for workload in workloads for row in workload.rows):
         for results in everything:
-            table.add_row(f"{row.code} {row.title}", results.store, *_cells(row, results))
-    console.print(table)
-    for line in _failures(everything):
-        console.print(line, style="red", markup=False)
+            if results.series(row.name):
+                yield from _lines_of(row, results)
 
 
-def _failures(everything: Sequence[Results]) -> list[str]:
-    """Say each reason once, with the rows it spoiled."""
-    spoiled: dict[tuple[str, str, str], list[str]] = {}
-    for results in everything:
-        for (code, name), error in results.errors.items():
-            spoiled.setdefault((results.store, name, error), []).append(code)
-    return [f"{store} {name} {' '.join(codes)}: {error}" for (store, name, error), codes in spoiled.items()]
+def _lines_of(row: Row, results: Results) -> Iterator[Line]:
+    ours = _number(results.figure(row.name)) or "–"
+    beginning = (f"{row.name.split()[0]} {row.title}, {row.unit}", results.store, ours)
+    for comparison in results.compare(row.name) or [Comparison("", None, None, None, "")]:
+        yield (*beginning, *_cells(comparison))
+        beginning = ("", "", "")
 
 
-def _cells(row: Workload, results: Results) -> list[str]:
-    bar = results.bar(row.code)
-    ratio = results.ratio(row.code, bar)
-    said = "not measured" if ratio is None else verdict(ratio, bar)
-    colour = _COLOURS.get(said.split()[0], "dim")
-    return [
-        _number(results.rate(row.code, OURS)),
-        _number(results.rate(row.code, RAW)),
-        "" if ratio is None else f"{ratio:.2f}",
-        f"{bar.least:.2f} {bar.against}{'*' if bar.remark else ' '}",
-        f"[{colour}]{said}[/]",
-    ]
-
-
-def _number(rate: float | None) -> str:
-    return "" if rate is None else f"{rate:,.0f}"
-
-
-def show_settings(console: Console, everything: Sequence[Results], scale: Scale, engines: Sequence[str]) -> None:
-    """Print what a reader needs to take the run again."""
-    remarks = sorted(
-        {f"* {code}: {bar.remark}" for r in everything for code, _ in r.rates if (bar := r.bar(code)).remark}
+def _cells(comparison: Comparison) -> tuple[str, str, str, str, str]:
+    ratio = comparison.ratio
+    return (
+        comparison.against,
+        _number(comparison.figure),
+        "" if ratio is None or comparison.figure is None else f"{ratio:.2f}",
+        str(comparison.bar or ""),
+        comparison.said,
     )
-    lines = [
-        *remarks,
-        f"median of {scale.rounds}; ratio: median of the rounds' ratios; S1, S4 as a bar: our own figure there",
-        f"payload about 100 bytes, every message keyed; bulk: {workloads.BULK} per commit; "
-        f"raw claims {raw_sqlite.CLAIM} (SQLite) and {raw_postgres.CLAIM} (PostgreSQL) at once, "
-        f"S6 on PostgreSQL over {raw_postgres.CONNECTIONS} connections",
-        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, {loop.NAME}",
-        *engines,
-    ]
-    for line in lines:
-        console.print(line, style="dim", highlight=False)
+
+
+def _number(figure: float | None) -> str:
+    if figure is None:
+        return ""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.2f}"
+
+
+def show(console: Console, everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]) -> None:
+    """Print the table, then what a reader needs to take the run again."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number in (2, 4, 5) else "left", no_wrap=number != 7)
+    for line in lines(everything, workloads):
+        colour = _COLOURS.get(line[-1].partition(" ")[0], "dim")
+        table.add_row(*(escape(cell) for cell in line[:-1]), f"[{colour}]{escape(line[-1])}[/]")
+    console.print(table)
+    for setting in settings:
+        console.print(setting, style="dim", highlight=False, markup=False)

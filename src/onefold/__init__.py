@@ -30,8 +30,7 @@ from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record, State
 from onefold.transaction import AppTransaction, Context
-
-__version__ = "0.1.0"
+from onefold.version import __version__
 
 __all__ = [
     "App",

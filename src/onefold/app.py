@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -19,11 +18,13 @@ from onefold.clock import Clock, SystemClock, new_id, system_random
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
 from onefold.execution import Execution, Middleware
+from onefold.fleet import worker_name
 from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
-from onefold.receipt import Receipt
+from onefold.receipt import Receipt, Source
 from onefold.registry import DEFAULT_RETRY, Call, Effect, Registry, Task, TaskSettings
 from onefold.retry import RetryPolicy
+from onefold.slots import Slots
 from onefold.store import Counts, PutOptions, Query, Record, Store
 from onefold.stores import open_store
 from onefold.transaction import AppTransaction, Buffer, Context, current, refuse_inside
@@ -69,6 +70,7 @@ class App:
         self._on_send: list[OnSend] = []
         self._lifespan: Lifespan | None = None
         self._workers: list[Worker] = []
+        self._sources: dict[str, Source[Any]] = {}
 
     # declaring
 
@@ -199,10 +201,14 @@ class App:
         envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
         for change in self._on_send:
             envelope = check(change(envelope))
-        receipt: Receipt[R] = Receipt(
-            envelope.id, call.task.signature.decode_result, self._find_outside, self._clock.sleep
-        )
-        return envelope, receipt
+        return envelope, Receipt(envelope.id, self._source(call.task))
+
+    def _source(self, task: Task[Any, R]) -> Source[R]:
+        source = self._sources.get(task.name)
+        if source is None:
+            source = Source(task.signature.decode_result, self._find_outside, self._clock.sleep)
+            self._sources[task.name] = source
+        return source
 
     async def _find_outside(self, query: Query) -> list[Record]:
         refuse_inside("result()")
@@ -292,25 +298,46 @@ class App:
         """Run handlers in this process and return how many messages were settled.
 
         Works until ``stop_working``; with ``until_idle``, until nothing is due.
-        Leases are renewed from this event loop: a handler that blocks it for longer than the lease loses its message
-        to another worker, and its work is rolled back.
+        This is the embedded form.  It cannot survive what its process does not: a handler that ends the process takes
+        its neighbours with it until their leases run out, and one that blocks the event loop for longer than the lease
+        loses its message to another worker, its work being rolled back.  ``onefold worker`` survives both.
         """
         settings = WorkerSettings(
-            name=name or self._worker_name(),
+            name=name or worker_name(os.getpid(), self._chance),
             queues=list(queues or self._registry.queues()),
             concurrency=concurrency,
             lease_seconds=seconds(lease),
             stop_seconds=seconds(stop_after),
             until_idle=until_idle,
         )
+        return await self.work_as(settings)
+
+    async def work_as(
+        self,
+        settings: WorkerSettings,
+        *,
+        slots: Slots | None = None,
+        begin: Callable[[Worker], None] | None = None,
+        quarantine_after: int = limits.QUARANTINE_AFTER,
+    ) -> int:
+        """Work as ``work`` does, with everything said; ``begin`` is called when all is open and nothing is claimed."""
         async with AsyncExitStack() as stack:
             resources = await stack.enter_async_context(self._lifespan()) if self._lifespan else None
             execution = Execution(
-                self.store, self._registry, self._clock, self._chance, self._prepare, self._middleware, resources
+                self.store,
+                self._registry,
+                self._clock,
+                self._chance,
+                self._prepare,
+                self._middleware,
+                resources,
+                quarantine_after,
             )
-            worker = Worker(execution, settings)
+            worker = Worker(execution, settings, slots)
             self._workers.append(worker)
             try:
+                if begin is not None:
+                    begin(worker)
                 await worker.run()
             finally:
                 self._workers.remove(worker)
@@ -320,10 +347,6 @@ class App:
         """Ask the workers of this app to finish what they run, hand back the rest and return."""
         for worker in self._workers:
             worker.stop()
-
-    def _worker_name(self) -> str:
-        """Name this worker; the random part tells a restarted process from its predecessor."""
-        return f"{socket.gethostname()[:24].lower()}-{os.getpid()}-{self._chance.getrandbits(32):08x}"
 
     # people
 

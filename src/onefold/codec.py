@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -98,12 +99,13 @@ class Signature:
         self._plain = all(hints.get(n) in _PLAIN for n in self.names)
         try:
             self._arguments = _struct(name, fields)
-            for hint in (hints.get(n, Any) for n in (*self.names, "return")):
+            for hint in (hints.get(n, Any) for n in self.names):
                 msgspec.json.schema(hint, schema_hook=_refuse_foreign)
             self._decode = msgspec.json.Decoder(self._arguments, dec_hook=_decode_foreign).decode
-            self._encode_result, self._decode_result = _encode, _reader(hints.get("return", Any))
+            result = ResultCodec(hints.get("return", Any))
         except (TypeError, NotImplementedError) as error:
             raise ConfigurationError(f"{name}: a type hint or default cannot be part of a message: {error}") from error
+        self.encode_result, self.decode_result = result.encode, result.decode
         self.hints: Mapping[str, Any] = {n: hints.get(n, Any) for n in self.names}
         self._print_fields = self._check_fingerprint(name, fingerprint)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -158,25 +160,63 @@ class Signature:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise _wrong_argument(error) from None  # the cause would repeat the value
 
-    def encode_result(self, value: Any) -> bytes:
-        """Return a handler's result as bytes; one that cannot be kept fails the attempt."""
+
+class ResultCodec:
+    """How what a function returns is written and read, by its return hint.
+
+    Raises ``TypeError`` or ``NotImplementedError`` for a hint that has no JSON form.
+    """
+
+    def __init__(self, hint: Any, *, most: int = limits.RESULT_BYTES_MAX) -> None:
+        msgspec.json.schema(hint, schema_hook=_refuse_foreign)
+        self._read = _reader(hint)
+        self._most = most
+
+    def encode(self, value: Any) -> bytes:
+        """Return a result as bytes; one that cannot be kept fails the attempt."""
         try:
-            data = self._encode_result(value)
+            data = _encode(value)
         except Exception as error:
             raise DecodeError("result", f"cannot be written as JSON: {error}") from error
         refuse_what_json_hides(data, value, field="result")
-        if len(data) > limits.RESULT_BYTES_MAX:
-            raise LimitError("result", f"has {len(data)} bytes; at most {limits.RESULT_BYTES_MAX} are kept")
+        if len(data) > self._most:
+            raise LimitError("result", f"has {len(data)} bytes; at most {self._most} are kept")
         # A result that does not fit the return hint would be stored, and then refused to everybody who asks for it.
-        self.decode_result(data)
+        self.decode(data)
         return data
 
-    def decode_result(self, data: bytes) -> Any:
-        """Return what the handler returned."""
+    def decode(self, data: bytes) -> Any:
+        """Return what was encoded."""
         try:
-            return self._decode_result(data)
+            return self._read(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise DecodeError("result", _VALUE.sub(r"\1", str(error))) from None
+
+
+def result_codec(function: Callable[..., Any], *, most: int) -> ResultCodec:
+    """Return how the result of a local function is kept; without a return hint, as what JSON makes of it."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    try:
+        hint = get_type_hints(function, include_extras=True).get("return", Any)
+    except (NameError, TypeError) as error:
+        raise ConfigurationError(f"{function!r}: a type hint cannot be found: {error}") from error
+    try:
+        return _known_codec(hint, most)
+    except (TypeError, NotImplementedError) as error:
+        raise ConfigurationError(f"{function!r}: its return hint has no JSON form: {error}") from error
+
+
+@lru_cache(maxsize=1_024)
+def _known_codec(hint: Any, most: int) -> ResultCodec:
+    return ResultCodec(hint, most=most)
+
+
+def fingerprint_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """Return a digest of the arguments of a local call; empty if they have no JSON form to compare."""
+    try:
+        return fingerprint_of(_encode((args, kwargs) if kwargs else args))
+    except Exception:
+        return b""
 
 
 def _default(value: Any) -> Any:

@@ -24,8 +24,21 @@ ENVELOPE_VERSION = 1
 
 #: Marks a message sent without a key: it has an identity for tracing, but no second send can ever match it.
 UNKEYED = "unkeyed:"
+#: Begins the key of a message that a schedule put, so that no user's key can stand in its way.
+SCHEDULED = "schedule:"
 
 _TYPE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+class Occurrence(msgspec.Struct, frozen=True, gc=False):
+    """Which fire time of which schedule a message stands for."""
+
+    schedule: str
+    #: The time at which it was meant to fire, in microseconds since 1970.
+    scheduled_for: int
+    #: Earlier fire times that had no message of their own and for which this one stands in.
+    missed: int = 0
+    timezone: str = "UTC"
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -51,11 +64,16 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sequence: int | None = None
     trace: str | None = None
     tags: dict[str, str] | None = None
+    occurrence: Occurrence | None = None
     delay: int = 0
     due_at: int = 0
     retention: int = 0
     created_at: int = 0
     expires_at: int = 0
+    #: Whose journal is told how this ended: a message and a step of it, with a slash between them.
+    reply_to: str | None = None
+    #: Only a worker that has exactly this version of the handler takes it.
+    pinned: bool = False
 
     def __repr__(self) -> str:
         # Without the payload: what is printed or logged is no place for it.
@@ -71,6 +89,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Where the key is unique: the consumer, which for a task is its type."""
         return self.message_type
 
+    @property
+    def claimed_as(self) -> str:
+        """What workers ask for: its type, and for a pinned message the version too."""
+        return f"{self.message_type}@{self.schema_version}" if self.pinned else self.message_type
+
 
 class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
     """The seldom-used fields, kept together so that the common message stays narrow in the store."""
@@ -81,6 +104,9 @@ class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
     sequence: int | None = None
     trace: str | None = None
     tags: dict[str, str] | None = None
+    occurrence: Occurrence | None = None
+    reply_to: str | None = None
+    pinned: bool = False
 
 
 _encode_headers = msgspec.json.Encoder(order="deterministic").encode
@@ -91,7 +117,17 @@ _NO_HEADERS = Headers()
 def pack_headers(envelope: Envelope) -> bytes | None:
     """Return the seldom-used fields as bytes, or None when there are none."""
     e = envelope
-    headers = Headers(e.payload_ref, e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags)
+    headers = Headers(
+        e.payload_ref,
+        e.deduplication_key,
+        e.ordering_key,
+        e.sequence,
+        e.trace,
+        e.tags,
+        e.occurrence,
+        e.reply_to,
+        e.pinned,
+    )
     return None if headers == _NO_HEADERS else _encode_headers(headers)
 
 
@@ -137,17 +173,29 @@ def _check_seldom(e: Envelope) -> None:
         ("ordering_key", e.ordering_key, limits.KEY_BYTES_MAX),
         ("payload_ref", e.payload_ref, limits.KEY_BYTES_MAX),
         ("trace", e.trace, limits.ID_BYTES_MAX),
+        ("reply_to", e.reply_to, limits.KEY_BYTES_MAX),
     ):
         if text is not None:
             limits.check_bytes(field, text, most)
     if e.sequence is not None and not 0 <= e.sequence <= limits.INTEGER_MAX:
         raise EnvelopeError("sequence", f"is {e.sequence}; 0 to {limits.INTEGER_MAX} are allowed")
+    if e.occurrence is not None:
+        _check_occurrence(e.occurrence)
     if e.tags:
         if len(e.tags) > limits.TAGS_MAX:
             raise LimitError("tags", f"has {len(e.tags)} entries; at most {limits.TAGS_MAX} are allowed")
         for name, value in e.tags.items():
             limits.check_bytes("tags", name, limits.TAG_BYTES_MAX)
             limits.check_bytes(f"tags.{name}", value, limits.TAG_BYTES_MAX)
+
+
+def _check_occurrence(occurrence: Occurrence) -> None:
+    limits.check_bytes("occurrence.schedule", occurrence.schedule, limits.ID_BYTES_MAX)
+    limits.check_bytes("occurrence.timezone", occurrence.timezone, limits.ID_BYTES_MAX)
+    if not 0 <= occurrence.scheduled_for <= limits.INSTANT_MAX:
+        raise LimitError("occurrence.scheduled_for", "lies outside the years 1970 to 9999")
+    if not 0 <= occurrence.missed <= limits.INTEGER_MAX:
+        raise LimitError("occurrence.missed", f"is {occurrence.missed}; 0 to {limits.INTEGER_MAX} are allowed")
 
 
 #: Everything but the payload is shorter than this, even when each of its characters must be escaped.
@@ -180,6 +228,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sequence: int | None = None
     trace: str | None = None
     tags: dict[str, str] | None = None
+    occurrence: Occurrence | None = None
 
 
 _encode_wire = msgspec.json.Encoder(order="deterministic").encode

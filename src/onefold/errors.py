@@ -15,7 +15,11 @@
     │   └── TransactionOpenError     this verb would commit apart from the open transaction
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
-    │   └── HandlerTimeoutError      the handler ran past its timeout
+    │   ├── HandlerTimeoutError      the handler ran past its timeout
+    │   ├── UncertainError           nobody knows whether an effect happened; a person must say
+    │   └── ReplayError              a workflow's code and its journal differ
+    ├── StepError                    a step of a workflow failed for good; carries the failure
+    ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
     ├── CancelledMessageError        the awaited message was cancelled or discarded
     └── ResultTimeoutError           no outcome came in the time given
@@ -101,6 +105,43 @@ class TransactionTooLongError(HandlerError):
 
 class HandlerTimeoutError(HandlerError):
     """The handler ran past its timeout and was cancelled."""
+
+
+class UncertainError(HandlerError):
+    """An effect was begun, its outcome is unknown, and nothing but a person can tell; the message is parked."""
+
+    def __init__(self, message_id: str, name: str, why: str) -> None:
+        super().__init__(f"message {message_id}: whether {name!r} happened is unknown, {why}; see app.resolve()")
+        self.message_id = message_id
+        self.name = name
+
+
+class ReplayError(HandlerError):
+    """A workflow's code no longer does what its journal says it did; the run is parked, and nothing was changed."""
+
+    def __init__(self, run_id: str, *, code: str, journal: str) -> None:
+        super().__init__(
+            f"run {run_id}: the code says {code}, its journal says {journal}; "
+            "let the code that began it finish it, under its own version="
+        )
+        self.run_id = run_id
+        self.code = code
+        self.journal = journal
+
+
+class StepError(OnefoldError):
+    """A step failed for good.  The same on every replay, so a workflow may catch it and go another way."""
+
+    def __init__(self, step: str, reason: str, error_type: str, error_message: str) -> None:
+        super().__init__(f"step {step} failed ({reason}): {error_type}: {error_message}")
+        self.step = step
+        self.reason = reason
+        self.error_type = error_type
+        self.error_message = error_message
+
+
+class SignalTimeoutError(OnefoldError):
+    """The awaited signal did not come in the time given; one that comes later is for the next wait."""
 
 
 class DeadError(OnefoldError):

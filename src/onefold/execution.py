@@ -18,7 +18,7 @@ from onefold.clock import Clock
 from onefold.errors import HandlerTimeoutError, LeaseLostError, StoreUnavailableError
 from onefold.registry import Registry, Task
 from onefold.retry import decide
-from onefold.store import Again, Dead, Done, Failure, Lease, Outcome, Store, Transaction
+from onefold.store import Again, Dead, Done, Failure, Lease, Outcome, Store
 from onefold.transaction import Context, Prepare, current
 
 logger = logging.getLogger("onefold")
@@ -43,6 +43,8 @@ class Execution:
     prepare: Prepare
     middleware: Sequence[Middleware] = ()
     resources: Any = None
+    #: A message with which so many workers died does not run again.
+    quarantine_after: int = limits.QUARANTINE_AFTER
 
     async def run(self, lease: Lease, held_until: Callable[[], int]) -> Outcome | None:
         """Run one message.
@@ -61,7 +63,7 @@ class Execution:
             done = Done(task.signature.encode_result(result), tuple(context.buffer.envelopes), task.key_window)
             if not context.in_transaction:
                 return done
-            await context.commit(lambda transaction: _settle_or_lose(transaction, lease, done))
+            await context.commit(done)
             return None
         except BaseException as error:
             context.close()
@@ -76,7 +78,7 @@ class Execution:
         """Return the outcome of a message that must not run, or None."""
         envelope = lease.envelope
         task = self.registry.tasks[envelope.message_type]
-        if lease.crashes >= limits.QUARANTINE_AFTER:
+        if lease.crashes >= self.quarantine_after:
             text = f"its worker died {lease.crashes} times while it may have been running"
             failure = Failure(reason="quarantined", error_type="Crash", error_message=text)
             return Dead(failure, key_window=task.key_window, ran=False)
@@ -133,11 +135,6 @@ class Execution:
             type(error).__name__,
         )
         return outcome
-
-
-async def _settle_or_lose(transaction: Transaction, lease: Lease, outcome: Outcome) -> None:
-    if not (await transaction.settle([(lease, outcome)]))[0]:
-        raise LeaseLostError(f"message {lease.id} was taken over; its handler's work was rolled back")
 
 
 def _stopped_by_worker(error: BaseException) -> bool:

@@ -32,6 +32,23 @@ TAG_BYTES_MAX = 256
 #: One call of send_many is one transaction; more would hold SQLite's one writer for too long.
 SEND_MANY_MAX = 100_000
 
+#: What a step returned is kept in its line of the journal up to here, and set aside in parts of this size above.
+STEP_BYTES_INLINE = 1_048_576
+#: A journal is read whole whenever its run goes on; larger data belongs elsewhere, with a reference in the journal.
+STEP_BYTES_MAX = 67_108_864
+#: Steps of one run; work that needs more is divided among children.
+STEPS_MAX = 1_024
+#: A run that has used this part of its steps says so in the log.
+STEPS_WARNING = 0.9
+#: A step's whole name, with the branches it lies in, is part of the causation of what it sends.
+STEP_NAME_BYTES_MAX = 160
+#: Signals waiting for one run: they are read whenever it goes on, so a mailbox is not a queue.
+SIGNALS_MAX = 10_000
+#: A retry due sooner than this is waited for in place; a longer one gives the worker free.
+RETRY_IN_PLACE_SECONDS = 1.0
+#: A child that somebody else had sent before does not report to its run, so the run looks this often.
+FOREIGN_CHILD_SECONDS = 10.0
+
 #: Total runs before a message becomes a dead letter.
 ATTEMPTS_DEFAULT = 5
 #: Cloudflare allows 100 retries, which are 101 runs.
@@ -103,6 +120,51 @@ REDRIVE_MAX = 100
 
 #: How long the graceful stop waits for running handlers before it hands them back.
 STOP_SECONDS = 25.0
+#: After its timeout a handler is cancelled; one that is still there after this long more is killed with its process.
+HARD_TIMEOUT_GRACE = 5.0
+
+#: Worker processes below one supervisor; more than a machine has cores seldom helps.
+PROCESSES_MAX = 256
+#: An event loop that has not moved for this long is logged and shown as stalled ...
+STALL_WARNING_SECONDS = 10.0
+#: ... and after this long its process is killed: the longest that the portable profile lets a message take.
+STALL_SECONDS = 900.0
+#: A worker's entry in the register is written this often, and expires after this long without.
+WORKER_CHECK_SECONDS = 10.0
+WORKER_ENTRY_SECONDS = 60.0
+
+#: A rate above this is no limit any more; below one start in a day, a schedule is meant.
+RATE_MAX = 1_000_000
+RATE_PERIOD_MIN = 0.1
+RATE_PERIOD_MAX = DAY
+#: A gate's key is part of an index; a longer one goes by its digest.
+GATE_KEY_BYTES_MAX = 128
+#: Gates looked at by one claim; the next claim goes on where this one ended.
+GATES_PER_CLAIM = 256
+PRIORITY_MAX = 9
+#: One step of priority is worth this much waiting, so the least important is at most nine minutes behind.
+PRIORITY_STEP = 60.0
+
+#: An occurrence that is late by less than this still fires when missed ones are skipped: every tick is a little late.
+CATCH_UP_GRACE_SECONDS = 60.0
+#: Missed occurrences put in one transaction; the rest follows in the next, so that nobody waits long for either.
+CATCH_UP_MAX = 1_000
+#: Missed occurrences are counted no further than this: a year of minutes would keep an event loop busy for seconds.
+MISSED_MAX = 10_000
+#: The register is read again this often, for schedules that another process has changed.
+SCHEDULE_RELOAD_SECONDS = 60.0
+#: Workers that would all tick at the same moment are spread over this much; one of them is always early.
+TICK_JITTER_SECONDS = 0.25
+#: A shorter interval is a loop, and belongs into one handler.
+EVERY_SECONDS_MIN = 1.0
+#: Ten years; whoever means more means a date.
+EVERY_SECONDS_MAX = 3_650 * DAY
+#: A 29 February that is a Monday comes after 28 years, or 40 around a century without one; look a little further.
+RECURRING_YEARS_MAX = 50
+#: Every worker reads all schedules when one is due; many more belong into a table of the user's own and one schedule.
+SCHEDULES_MAX = 1_000
+#: A schedule carries its call in the register; larger arguments belong into a table of the user's own.
+SCHEDULE_BYTES_MAX = 16_384
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -113,6 +175,19 @@ def check_name(kind: str, name: str) -> str:
         raise ConfigurationError(
             f"{kind} name {name!r} is not allowed: use 1 to 63 characters of a-z, 0-9, '.', '_', '-', "
             "beginning with a letter or digit"
+        )
+    return name
+
+
+_STEP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+
+
+def check_step_name(kind: str, name: str) -> str:
+    """Refuse the name of a step, signal or effect that could be mistaken for a part of another; return it otherwise."""
+    if not isinstance(name, str) or not _STEP_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{kind} name {name!r} is not allowed: use 1 to 63 letters, digits, '.', '_', '-', beginning with none of "
+            "the signs but '_'; a function without such a name needs run.options(name=…)"
         )
     return name
 

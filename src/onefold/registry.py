@@ -17,11 +17,13 @@ import msgspec
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.codec import Signature
-from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check
+from onefold.envelope import SCHEDULED, SURELY_FITS, UNKEYED, Envelope, check
 from onefold.errors import ConfigurationError, EnvelopeError, seconds
 from onefold.identity import KeyFunction, KeySource, derived_key, from_source
 from onefold.receipt import Receipt
 from onefold.retry import RetryPolicy
+from onefold.schedule import Catchup
+from onefold.timetable import Timetable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +62,7 @@ class SendOptions(TypedDict, total=False):
     if_dead: Literal["keep", "redrive"]
 
 
-class Call(msgspec.Struct, Generic[R], frozen=True):
+class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
     """One call of a task, checked and encoded, not yet sent."""
 
     task: Task[Any, R]
@@ -227,8 +229,8 @@ class Task(Generic[P, R]):
         arguments = self.signature.bind(args, kwargs)
         payload, fingerprint = self.signature.encode(arguments)
         key = options.get("key") or (self._key(arguments) if self._key is not None else None)
-        if key is not None and key.startswith(UNKEYED):
-            raise EnvelopeError("idempotency_key", f"begins with {UNKEYED!r}, which marks messages without a key")
+        if key is not None and key.startswith(_RESERVED):
+            raise EnvelopeError("idempotency_key", _reserved(key))
         subject = options.get("subject") or (self._subject(arguments) if self._subject is not None else None)
         return Call(self, payload, fingerprint, key, subject, options)
 
@@ -283,9 +285,18 @@ def check_options(options: SendOptions) -> SendOptions:
             limits.DEDUPLICATION_WINDOW_MIN,
             limits.DEDUPLICATION_WINDOW_MAX,
         )
-    if options.get("key", "-").startswith(UNKEYED):
-        raise ConfigurationError(f"a key must not begin with {UNKEYED!r}, which marks messages without one")
+    if (key := options.get("key", "-")).startswith(_RESERVED):
+        raise ConfigurationError(f"the key {_reserved(key)}")
     return options
+
+
+#: Keys that begin like this are given by onefold itself.
+_RESERVED = (UNKEYED, SCHEDULED)
+
+
+def _reserved(key: str) -> str:
+    whose = "without a key" if key.startswith(UNKEYED) else "that a schedule puts"
+    return f"begins with {key[: key.index(whose and (UNKEYED if key.startswith(UNKEYED) else SCHEDULED)) or len(UNKEYED)]!r}"
 
 
 def _takes_context(function: Callable[..., Any]) -> bool:

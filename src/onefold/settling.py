@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.execution import Execution
@@ -24,14 +25,34 @@ _TOGETHER_MAX = 500
 _BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
 
 
-class Settler:
-    """Collects outcomes and settles them in batches; ``settled`` is called with every lease that is over."""
+@dataclass(slots=True, eq=False)
+class Held:
+    """A lease in a worker's hands, from the claim until it is settled or lost."""
 
-    def __init__(self, execution: Execution, settled: Callable[[Lease], None]) -> None:
+    lease: Lease
+    #: When it runs out, on the steady clock; reckoned from before the claim was asked for, to be on the safe side.
+    until: int
+    runner: asyncio.Task[None] | None = None
+    #: Where its beginning was published, if anywhere.
+    slot: int | None = None
+    #: No longer to be worked on: its time is up, or the store says that somebody else has it.
+    lost: bool = False
+    taken_over: bool = False
+    #: Its outcome is known and on its way into the store.
+    settling: bool = False
+
+
+Settlement = tuple[Held, Outcome]
+
+
+class Settler:
+    """Collects outcomes and settles them in batches; ``settled`` is called with everything that is over."""
+
+    def __init__(self, execution: Execution, settled: Callable[[Held], None]) -> None:
         self._execution = execution
         self._settled = settled
-        self._waiting: deque[tuple[Lease, Outcome]] = deque()
-        self._under_way: list[tuple[Lease, Outcome]] = []
+        self._waiting: deque[Settlement] = deque()
+        self._under_way: list[Settlement] = []
         self._arrived = asyncio.Event()
         #: Messages whose outcome is recorded; those handed back have none.
         self.done = 0
@@ -39,12 +60,10 @@ class Settler:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._under_way)
 
-    def __contains__(self, lease: Lease) -> bool:
-        return any(one is lease for one, _ in (*self._waiting, *self._under_way))
-
-    def add(self, lease: Lease, outcome: Outcome) -> None:
+    def add(self, held: Held, outcome: Outcome) -> None:
         """Settle this soon, together with others."""
-        self._waiting.append((lease, outcome))
+        held.settling = True
+        self._waiting.append((held, outcome))
         self._arrived.set()
 
     async def run(self) -> None:
@@ -60,12 +79,17 @@ class Settler:
             # Told again, because only now nothing is under way any more.
             self._settled(together[-1][0])
 
-    async def settle(self, settlements: list[tuple[Lease, Outcome]]) -> None:
+    async def hand_back(self, held: list[Held]) -> None:
+        """Give these back now, as if they had never been claimed."""
+        if held:
+            await self.settle([(one, HandBack()) for one in held])
+
+    async def settle(self, settlements: list[Settlement]) -> None:
         """Settle now, for as long as it takes: what handlers have done is not dropped because the store is away."""
         pause = _BACK_OFF_SECONDS
         while True:
             try:
-                won = await self._execution.store.settle(settlements)
+                won = await self._execution.store.settle([(held.lease, outcome) for held, outcome in settlements])
                 break
             except StoreUnavailableError as error:
                 logger.warning("store_unavailable doing=settle messages=%d error=%s", len(settlements), error)
@@ -74,21 +98,22 @@ class Settler:
             except OnefoldError as error:
                 await self._settle_apart(settlements, error)
                 return
-        for (lease, outcome), mine in zip(settlements, won, strict=True):
+        for (held, outcome), mine in zip(settlements, won, strict=True):
             if not mine:
-                logger.warning("lease_lost message_id=%s outcome not recorded", lease.id)
-            self.done += mine and not isinstance(outcome, HandBack)
-            self._settled(lease)
+                logger.warning("lease_lost message_id=%s outcome not recorded", held.lease.id)
+            elif not isinstance(outcome, HandBack):
+                self.done += 1
+            self._settled(held)
 
-    async def _settle_apart(self, settlements: list[tuple[Lease, Outcome]], error: OnefoldError) -> None:
+    async def _settle_apart(self, settlements: list[Settlement], error: OnefoldError) -> None:
         """One of several cannot be settled as it is: settle each alone, and fail the one that is to blame."""
         if len(settlements) > 1:
             for one in settlements:
                 await self.settle([one])
             return
-        lease, outcome = settlements[0]
-        task = self._execution.registry.tasks[lease.envelope.message_type]
-        failed = self._execution.decide_failure(task, lease, error)
+        held, outcome = settlements[0]
+        task = self._execution.registry.tasks[held.lease.envelope.message_type]
+        failed = self._execution.decide_failure(task, held.lease, error)
         if type(failed) is type(outcome):
             raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever
-        await self.settle([(lease, failed)])
+        await self.settle([(held, failed)])

@@ -20,6 +20,7 @@ import msgspec
 
 from onefold import limits
 from onefold.envelope import Envelope
+from onefold.step import Note, Step
 
 
 class State(IntEnum):
@@ -27,6 +28,7 @@ class State(IntEnum):
 
     SCHEDULED = 0
     LEASED = 1
+    PARKED = 2
     DONE = 3
     DEAD = 4
     CANCELLED = 5
@@ -44,9 +46,13 @@ MOVES: Mapping[tuple[State | None, State], str] = {
     (State.SCHEDULED, State.LEASED): "claim",
     (State.LEASED, State.LEASED): "claim, after the lease ran out",
     (State.LEASED, State.SCHEDULED): "settle (again, hand back)",
+    (State.LEASED, State.PARKED): "settle (parked)",
+    (State.PARKED, State.SCHEDULED): "record by somebody else, or operator",
+    (State.PARKED, State.LEASED): "claim, when its time has come",
     (State.LEASED, State.DONE): "settle",
     (State.LEASED, State.DEAD): "settle",
     (State.SCHEDULED, State.CANCELLED): "operator",
+    (State.PARKED, State.CANCELLED): "operator",
     (State.LEASED, State.CANCELLED): "operator, by raising the fence",
     (State.DEAD, State.SCHEDULED): "operator (redrive)",
     (State.DEAD, State.DISCARDED): "operator (discard)",
@@ -77,7 +83,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status_code: int | None = None
 
 
-class Lease(msgspec.Struct, frozen=True):
+class Lease(msgspec.Struct, frozen=True, gc=False):
     """The right to settle one message, until somebody takes it over."""
 
     envelope: Envelope
@@ -89,6 +95,8 @@ class Lease(msgspec.Struct, frozen=True):
     replay_count: int
     claimed_at: int
     worker: str
+    #: How much others had recorded for it when it was claimed; see ``Parked``.
+    wake: int = 0
 
     @property
     def id(self) -> str:
@@ -115,6 +123,15 @@ class Lane(IntEnum):
     PROBATION = 2
 
 
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a child ended, as its parent's journal says it."""
+
+    id: str
+    state: State
+    result: msgspec.Raw = msgspec.Raw(b"null")
+    failure: Failure | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """It succeeded.  The result is kept as long as the key."""
@@ -123,6 +140,7 @@ class Done:
     sends: tuple[Envelope, ...] = ()
     key_window: float = limits.KEY_WINDOW
     body_retention: float = limits.MESSAGE_RETENTION
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +172,29 @@ class HandBack:
     """It was not started, or was stopped for no fault of its own: as if it had never been claimed."""
 
 
-Outcome = Done | Again | Dead | HandBack
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """It waits without a worker: for ``delay`` seconds, for what others record, or for a person.
+
+    ``seen`` is the ``wake`` of the lease.  It is due as soon as others have recorded ``awaits`` more for it, and if
+    they have done so already it is not parked at all; 0 says that nothing they record would help.
+    Parking uses up no attempt, and a message that has parked does not expire.
+    """
+
+    delay: float | None
+    seen: int
+    awaits: int = 1
+    #: Why it waits, when that is for somebody to look at; kept with the attempts.
+    failure: Failure | None = None
+    steps: tuple[Step, ...] = ()
+    sends: tuple[Envelope, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
-class Stored(msgspec.Struct, frozen=True):
+Outcome = Done | Again | Dead | HandBack | Parked
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """What ``put`` found or made for one envelope."""
 
     id: str
@@ -267,6 +304,7 @@ class Counts:
     scheduled: int = 0
     leased: int = 0
     dead: int = 0
+    parked: int = 0
 
 
 class Transaction(Protocol):
@@ -298,8 +336,30 @@ class Transaction(Protocol):
         """
         ...
 
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+        """Write lines into the journal of a message and return those that stand: the first of each name and kind.
+
+        By the owner, who gives its lease; raises ``LeaseLostError`` if the fence is not its any more.
+        By somebody else, who gives the message's id and may record kinds of ``OUTSIDE`` only: what is new wakes the
+        message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that is
+        not there or has ended other than as a dead letter.
+        By an operator, with an ``act``: any kind, unless the message is leased; one that is parked is scheduled.
+        """
+        ...
+
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        """Remove the named step and what the owner recorded after it, as an operator, and schedule the message.
+
+        The fence rises, so whoever runs it cannot commit.  Signals stay.  Returns what was removed; nothing is done
+        to a message that has ended or whose journal has no such step.
+        """
+        ...
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
-        """Move messages as an operator: redrive, discard, cancel.  Returns the ids for which the move was legal."""
+        """Move messages as an operator: redrive or resume, discard, cancel.
+
+        Returns the ids for which the move was legal.
+        """
         ...
 
     async def register(
@@ -343,7 +403,18 @@ class Store(Protocol):
         ...
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        """``Transaction.settle`` with a commit of its own; the sends of those that held their fence go with it."""
+        """``Transaction.settle`` with a commit of its own; what those that held their fence sent goes with it.
+
+        The end of a message with a ``reply_to`` is recorded in the journal it names, in the same commit.
+        """
+        ...
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
+        """``Transaction.record`` with a commit of its own, which concurrent callers share."""
+        ...
+
+    async def steps(self, message_id: str) -> list[Step]:
+        """Return the journal of one message in the order in which it was written."""
         ...
 
     async def claim(
@@ -400,6 +471,10 @@ class Store(Protocol):
         """
         ...
 
+    async def now(self) -> int:
+        """Return the time on the store's own clock, by which everything in it is dated and becomes due."""
+        ...
+
     async def count(self) -> dict[str, Counts]:
-        """Return, per queue, how many messages wait, run and are dead."""
+        """Return, per queue, how many messages wait, run, are parked and are dead."""
         ...

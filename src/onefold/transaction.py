@@ -26,7 +26,7 @@ from onefold.errors import (
 from onefold.identity import upstream_key
 from onefold.receipt import Receipt
 from onefold.registry import BoundTask, Call, Task
-from onefold.store import Lease, Store, Stored, Transaction
+from onefold.store import Lease, Outcome, Store, Stored, Transaction
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,8 +212,11 @@ class Context:
             "and was rolled back; do slow work before the first ctx.execute()"
         )
 
-    async def commit(self, settle: Callable[[Transaction], Any]) -> None:
-        """Settle the message in the handler's transaction and commit, all of it or nothing."""
+    async def commit(self, outcome: Outcome) -> None:
+        """Settle the message in the handler's transaction and commit, all of it or nothing.
+
+        Raises ``LeaseLostError`` when somebody else owns the message.
+        """
         if self._ending is not None:
             await self._ending
             raise self._too_long()
@@ -221,7 +224,7 @@ class Context:
             raise HandlerError("there is no transaction to commit")
         self._stop_limit()
         try:
-            await settle(self._transaction)
+            await self._transaction.conclude([(self._lease, outcome)])
         except BaseException as error:
             await self._leave(error)
             raise

@@ -1,6 +1,6 @@
 """Stage 6, lease: claim, run, renew, settle, and stop without losing anything.
 
-One claimer keeps a short supply of leases, a fixed number of runners work through it,
+One claimer keeps a short supply of leases, runners work through it, as many as are needed up to a limit,
 a settler ends what they finished in batches, and one renewer keeps every lease held here alive.
 """
 
@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
-from onefold.settling import UNSETTLED_MAX, Settler
-from onefold.store import HandBack, Lease, Outcome
+from onefold.fleet import Roll, WorkerRecord, host_name
+from onefold.purging import keep_purged
+from onefold.renewing import Renewer
+from onefold.settling import UNSETTLED_MAX, Held, Settler
+from onefold.slots import Slots
+from onefold.store import HandBack, Lane, Lease, Outcome
+from onefold.version import __version__
 
 logger = logging.getLogger("onefold")
 
@@ -25,6 +32,8 @@ logger = logging.getLogger("onefold")
 _IN_A_ROW_MAX = 32
 #: When the store cannot be asked for work, ask again after this long.
 _BACK_OFF_SECONDS = 0.5
+
+_Run = Coroutine[Any, Any, Outcome | None]
 
 
 @dataclass(slots=True)
@@ -37,6 +46,9 @@ class WorkerSettings:
     lease_seconds: float = limits.LEASE
     stop_seconds: float = limits.STOP_SECONDS
     until_idle: bool = False
+    lane: Lane = Lane.ANY
+    #: Whether nobody watches it: then it purges and keeps its entry in the register by itself.
+    alone: bool = True
 
     def __post_init__(self) -> None:
         limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
@@ -46,46 +58,59 @@ class WorkerSettings:
             limits.check_name("queue", queue)
 
 
-@dataclass(slots=True)
-class Held:
-    """A lease in this worker's hands."""
-
-    lease: Lease
-    #: When it runs out, on the steady clock; reckoned from before the claim was asked for, to be on the safe side.
-    until: int
-    runner: asyncio.Task[None] | None = None
-    #: No longer to be worked on: its time is up, or the store says that somebody else has it.
-    lost: bool = False
-    taken_over: bool = False
-
-
 class Worker:
-    """Takes messages from a store and runs their handlers until it is told to stop."""
+    """Takes messages from a store and runs their handlers until it is told to stop.
 
-    def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
+    ``slots`` is where it publishes what it begins, for a supervisor that outlives it.
+    """
+
+    def __init__(self, execution: Execution, settings: WorkerSettings, slots: Slots | None = None) -> None:
         self._execution = execution
         self._store = execution.store
         self._clock = execution.clock
         self._settings = settings
+        self._slots = slots
         self._types = execution.registry.types()
         self._held: dict[str, Held] = {}
         self._supply: deque[Held] = deque()
         self._suspects: deque[Held] = deque()
         self._turn = 0
-        self._supplied = asyncio.Event()
+        #: In the order in which they were made, so that a simulation repeats itself.
+        self._runners: dict[asyncio.Task[None], None] = {}
+        #: A runner was made that has not begun.
+        self._runner_comes = False
         self._running = 0
         self._changed = asyncio.Event()
         self._settler = Settler(execution, self._forget)
+        self._renewer = Renewer(self._store, self._clock, self._held, settings.lease_seconds, slots)
         self._stopping = asyncio.Event()
+        self._broken: asyncio.Future[None] | None = None
         self._started = 0
         self._rate = 0.0
         self._last_claim = self._clock.steady()
+        self._started_at = self._clock.now()
         self._done_alone = 0
 
     @property
     def done(self) -> int:
         """How many messages were settled."""
         return self._done_alone + self._settler.done
+
+    def _describe(self) -> WorkerRecord:
+        settings = self._settings
+        return WorkerRecord(
+            name=settings.name,
+            host=host_name(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            version=__version__,
+            queues=list(settings.queues),
+            concurrency=settings.concurrency,
+            lane=settings.lane.name.lower(),
+            running=self._running,
+            settled=self.done,
+            checked_at=self._clock.now(),
+        )
 
     def stop(self) -> None:
         """Ask for a graceful stop: claim nothing more, finish what runs, hand back what does not finish in time."""
@@ -97,28 +122,33 @@ class Worker:
 
         When it returns, every message it had is settled or handed back.
         """
-        runners = [
-            asyncio.create_task(self._run_supply(), name=f"onefold-runner-{n}")
-            for n in range(self._settings.concurrency)
-        ]
+        self._broken = asyncio.get_running_loop().create_future()
         others = [
             asyncio.create_task(self._settler.run(), name="onefold-settler"),
-            asyncio.create_task(self._renew(), name="onefold-renewer"),
+            asyncio.create_task(self._renewer.run(), name="onefold-renewer"),
         ]
-        if not self._settings.until_idle:
-            others.append(asyncio.create_task(self._purge(), name="onefold-purger"))
+        if self._settings.alone and not self._settings.until_idle:
+            roll = Roll(self._store, self._clock)
+            others.append(asyncio.create_task(keep_purged(self._store, self._clock), name="onefold-purger"))
+            others.append(asyncio.create_task(roll.vouch(self._describe), name="onefold-voucher"))
         claimer = asyncio.create_task(self._claim(), name="onefold-claimer")
-        stopping = asyncio.create_task(self._stopping.wait())
-        watched: set[asyncio.Task[object]] = {claimer, stopping, *others, *runners}
+        stopping = asyncio.create_task(self._stopping.wait(), name="onefold-stopping")
         try:
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(claimer, stopping, *others)
             await _cancel([claimer, stopping])
-            for task in watched:
-                if task.done() and not task.cancelled() and (error := task.exception()):
-                    raise error
-            await self._wind_down(runners)
+            others.append(asyncio.create_task(self._wind_down(), name="onefold-stopper"))
+            await self._first_of(*others)
         finally:
-            await _cancel([claimer, stopping, *runners, *others])
+            await _cancel([claimer, stopping, *self._runners, *others])
+            self._broken.cancel()
+
+    async def _first_of(self, *tasks: asyncio.Task[Any]) -> None:
+        """Return when one of these is over; what is wrong with any of them, or with a runner, is raised here."""
+        assert self._broken is not None
+        done, _ = await asyncio.wait([*tasks, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
 
     # claiming
 
@@ -146,7 +176,8 @@ class Worker:
 
     def _wanted(self) -> int:
         """How many to claim: what is free now, and what will start within a moment at the measured rate."""
-        ahead = int(self._rate * limits.CLAIM_AHEAD_SECONDS)
+        # On probation nothing is claimed ahead: what waits behind a suspect would share its fate.
+        ahead = 0 if self._settings.lane is Lane.PROBATION else int(self._rate * limits.CLAIM_AHEAD_SECONDS)
         free = self._settings.concurrency - self._running
         wanted = min(max(free, ahead), limits.CLAIM_MAX) - len(self._supply)
         room = UNSETTLED_MAX - len(self._settler)
@@ -177,7 +208,12 @@ class Worker:
         asked_at = self._clock.steady()
         claiming = asyncio.ensure_future(
             self._store.claim(
-                queues, types=self._types, limit=wanted, lease=settings.lease_seconds, worker=settings.name
+                queues,
+                types=self._types,
+                limit=wanted,
+                lease=settings.lease_seconds,
+                worker=settings.name,
+                lane=settings.lane,
             )
         )
         try:
@@ -192,14 +228,18 @@ class Worker:
         until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
         for lease in leases:
             held = self._held[lease.id] = Held(lease, until)
-            (self._suspects if _suspected(lease) else self._supply).append(held)
-        self._supplied.set()
+            (self._suspects if self._is_suspect(lease) else self._supply).append(held)
+        self._call_runner()
+
+    def _is_suspect(self, lease: Lease) -> bool:
+        """Whether it must run alone here; in a lane, the supervisor sees to that."""
+        return lease.crashes >= limits.SUSPECT_AFTER and self._settings.lane is Lane.ANY
 
     async def _let_a_suspect_run(self) -> None:
         """Let one message that may have killed workers run with nothing beside it, so that no other is blamed."""
         await self._quiet_runners()
         self._supply.append(self._suspects.popleft())
-        self._supplied.set()
+        self._call_runner()
         await self._quiet_runners()
 
     async def _quiet_runners(self) -> None:
@@ -219,14 +259,30 @@ class Worker:
 
     # running
 
+    def _call_runner(self) -> None:
+        """Have one more runner if there is something for it to do; each calls the next when it begins.
+
+        So there are as many as handlers that wait at the same time: one for a thousand messages that are quickly done,
+        a thousand for as many that take long.
+        """
+        if self._supply and not self._runner_comes and len(self._runners) < self._settings.concurrency:
+            self._runner_comes = True
+            runner = asyncio.create_task(self._run_supply(), name="onefold-runner")
+            self._runners[runner] = None
+            runner.add_done_callback(self._dismiss_runner)
+
+    def _dismiss_runner(self, runner: asyncio.Task[None]) -> None:
+        del self._runners[runner]
+        if not runner.cancelled() and (error := runner.exception()) and self._broken and not self._broken.done():
+            self._broken.set_exception(error)
+
     async def _run_supply(self) -> None:
-        me, in_a_row = asyncio.current_task(), 0
-        while True:
-            while not self._supply:
-                in_a_row = 0
-                self._supplied.clear()
-                await self._supplied.wait()
-            await self._run_one(self._supply.popleft(), me)
+        self._runner_comes = False
+        runner, in_a_row = asyncio.current_task(), 0
+        while self._supply:
+            held = self._supply.popleft()
+            self._call_runner()
+            await self._run_one(held, runner)
             in_a_row += 1
             if in_a_row == _IN_A_ROW_MAX:
                 # Handlers that never wait would keep the claimer, the renewer and a stop from their turn.
@@ -235,22 +291,24 @@ class Worker:
 
     async def _run_one(self, held: Held, runner: asyncio.Task[None] | None) -> None:
         lease = held.lease
-        if held.lost:
+        if held.lost or held.until <= self._clock.steady():
+            # After a standstill nobody has asked yet whether it is still ours, and others may have it by now.
             self._drop(held)
             return
         self._running += 1
         self._started += 1
         held.runner = runner
         try:
-            if _suspected(lease):
+            if self._is_suspect(lease):
                 await self._mark_started(lease)
-            outcome = await self._execution.run(lease, lambda: self._deadline(held))
+            run = self._execution.run(lease, lambda: self._deadline(held))
+            outcome = await (run if self._slots is None else self._run_published(run, held, self._slots))
         except LeaseLostError as error:
             logger.warning("lease_lost message_id=%s error=%s", lease.id, error)
-            self._forget(lease)
+            self._forget(held)
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=start message_id=%s error=%s", lease.id, error)
-            self._settler.add(lease, HandBack())
+            self._settler.add(held, HandBack())
         except asyncio.CancelledError:
             if not held.lost:
                 raise
@@ -259,7 +317,7 @@ class Worker:
             logger.warning("lease_lost message_id=%s handler cancelled", lease.id)
             self._drop(held)
         else:
-            await self._finish(lease, outcome)
+            await self._finish(held, outcome)
         finally:
             held.runner = None
             self._running -= 1
@@ -270,96 +328,60 @@ class Worker:
         if not (await self._store.extend([lease], lease=self._settings.lease_seconds, starting=True))[0]:
             raise LeaseLostError(f"message {lease.id} was taken over before it began")
 
-    async def _finish(self, lease: Lease, outcome: Outcome | None) -> None:
+    async def _run_published(self, run: _Run, held: Held, slots: Slots) -> Outcome | None:
+        """Run a handler with its beginning and its end published: should this process die, it is known to blame."""
+        lease, now = held.lease, self._clock.steady()
+        timeout = self._execution.registry.tasks[lease.envelope.message_type].timeout_seconds
+        deadline = 0 if timeout is None else now + round((timeout + limits.HARD_TIMEOUT_GRACE) * MICROSECONDS)
+        held.slot = slots.start(lease.id, lease.fence, at=now, deadline=deadline)
+        try:
+            return await run
+        finally:
+            slots.finish(held.slot)
+
+    async def _finish(self, held: Held, outcome: Outcome | None) -> None:
         if outcome is None:
             self._done_alone += 1
-            self._forget(lease)
-            return
-        if self._execution.registry.tasks[lease.envelope.message_type].settle == "now":
-            await self._settler.settle([(lease, outcome)])
+            self._forget(held)
+        elif self._execution.registry.tasks[held.lease.envelope.message_type].settle == "now":
+            await self._settler.settle([(held, outcome)])
         else:
-            self._settler.add(lease, outcome)
+            self._settler.add(held, outcome)
 
     def _deadline(self, held: Held) -> int:
         return self._clock.now() + held.until - self._clock.steady()
 
-    def _forget(self, lease: Lease) -> None:
-        held = self._held.get(lease.id)
+    def _forget(self, held: Held) -> None:
         # The same worker may have claimed its own message again meanwhile; that lease is another.
-        if held is not None and held.lease.fence == lease.fence:
-            del self._held[lease.id]
+        if self._held.get(held.lease.id) is held:
+            del self._held[held.lease.id]
+        if held.slot is not None and self._slots is not None:
+            self._slots.clear(held.slot)
+            self._slots.count(self.done)
+            held.slot = None
         self._changed.set()
 
     def _drop(self, held: Held) -> None:
         """Let go of a message that is no longer ours, or no longer surely so."""
         if held.taken_over:
-            self._forget(held.lease)
+            self._forget(held)
         else:
             # Time is up by our own reckoning, yet the store may still wait for us: the fence decides.
-            self._settler.add(held.lease, HandBack())
-
-    # keeping
-
-    async def _renew(self) -> None:
-        interval = self._settings.lease_seconds / limits.RENEWALS_PER_LEASE
-        while True:
-            await self._clock.sleep(interval)
-            if held := list(self._held.values()):
-                await self._renew_these(held)
-            if overdue := self._overdue(held):
-                # The answer may have taken longer than a lease lasts: ask once more before giving them up.
-                await self._renew_these(overdue)
-            for one in self._overdue(held):
-                self._lose(one)
-
-    def _overdue(self, held: list[Held]) -> list[Held]:
-        now = self._clock.steady()
-        return [one for one in held if not one.lost and one.until <= now and self._held.get(one.lease.id) is one]
-
-    async def _renew_these(self, held: list[Held]) -> None:
-        asked_at = self._clock.steady()
-        try:
-            kept = await self._store.extend([one.lease for one in held], lease=self._settings.lease_seconds)
-        except StoreUnavailableError as error:
-            logger.warning("store_unavailable doing=extend messages=%d error=%s", len(held), error)
-            return
-        until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
-        for one, mine in zip(held, kept, strict=True):
-            if mine:
-                one.until = until
-            elif self._held.get(one.lease.id) is one:
-                one.taken_over = True
-                self._lose(one)
-
-    def _lose(self, held: Held) -> None:
-        held.lost = True
-        if held.runner is not None:
-            held.runner.cancel()
-
-    async def _purge(self) -> None:
-        while True:
-            await self._clock.sleep(limits.PURGE_SECONDS)
-            try:
-                async with self._store.transaction() as transaction:
-                    await transaction.purge()
-            except StoreUnavailableError as error:
-                logger.warning("store_unavailable doing=purge error=%s", error)
+            self._settler.add(held, HandBack())
 
     # stopping
 
-    async def _wind_down(self, runners: list[asyncio.Task[None]]) -> None:
-        unstarted = [held.lease for held in (*self._supply, *self._suspects)]
+    async def _wind_down(self) -> None:
+        unstarted = [*self._supply, *self._suspects]
         self._supply.clear()
         self._suspects.clear()
-        if unstarted:
-            await self._settler.settle([(lease, HandBack()) for lease in unstarted])
+        await self._settler.hand_back(unstarted)
         try:
             async with asyncio.timeout(self._settings.stop_seconds):
                 await self._quiet()
         except TimeoutError:
-            await _cancel(runners)
-            left = [held.lease for held in self._held.values()]
-            await self._settler.settle([(lease, HandBack()) for lease in left if lease not in self._settler])
+            await _cancel([*self._runners])
+            await self._settler.hand_back([held for held in self._held.values() if not held.settling])
             await self._quiet()
 
     async def _quiet(self) -> None:
@@ -368,11 +390,8 @@ class Worker:
             await self._changed.wait()
 
 
-def _suspected(lease: Lease) -> bool:
-    return lease.crashes >= limits.SUSPECT_AFTER
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[object]] | list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,10 +15,8 @@ from onefold.clock import SystemClock, new_id, system_random
 from onefold.codec import fingerprint_of
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, SchemaError
-from onefold.store import Again, Dead, Done, Failure, HandBack, Lease
+from onefold.store import Done, Failure, Lease
 from onefold.stores.postgres import PostgresStore
-from onefold.stores.postgres.arrays import numbers, teach, texts
-from onefold.stores.postgres.connection import SQL
 
 _chance = system_random()
 _clock = SystemClock()
@@ -133,105 +131,6 @@ def test_durability_is_what_the_server_says(postgres_url: str) -> None:
             assert store.capabilities.durability == "process crash"
 
     run(scenario)
-
-
-# plans
-
-
-def test_claim_walks_the_due_index_on_a_used_table(postgres_url: str) -> None:
-    async def scenario() -> None:
-        async with opened(postgres_url) as store:
-            await store.put([envelope(f"k{n}") for n in range(3_000)])
-            for _ in range(5):
-                await store.settle([(lease, Done(b"1")) for lease in await claim(store, 500)])
-        plan = _plan_of_claim(postgres_url)
-        assert "Index Scan using delivery_due" in plan
-        assert "delivery_pkey" in plan
-        assert "Index Scan using message_pkey" in plan
-        assert "Seq Scan" not in plan
-
-    run(scenario)
-
-
-def _plan_of_claim(url: str) -> str:
-    """The plan with the planner's usual settings, which handlers' connections keep."""
-    with psycopg.connect(url) as connection:
-        teach(connection)
-        given = {
-            "now": None,
-            "queues": texts(["default"]),
-            "floors": numbers([0]),
-            "types": texts(["charge"]),
-            "limit": 100,
-            "lease": 1,
-            "worker": "w",
-            "suspect_after": 2,
-        }
-        rows = connection.execute("EXPLAIN " + SQL["claim"], given).fetchall()  # type: ignore[arg-type]
-        return "\n".join(row[0] for row in rows)
-
-
-def test_what_comes_back_is_claimed_though_later_messages_were(postgres_url: str) -> None:
-    """A claim begins where the last one ended, but not for ever."""
-
-    async def scenario() -> None:
-        async with opened(postgres_url) as store, opened(postgres_url) as other:
-            old = envelope("old", due_at=1_000_000)
-            await store.put([old])
-            (mine,) = await claim(store)
-            await store.put([envelope(f"k{n}") for n in range(20)])
-            assert len(await claim(store, 10)) == 10
-            await store.settle([(mine, HandBack())])
-            (mine,) = await claim(store, 1)
-            assert mine.id == old.id
-            assert len(await claim(store, 5)) == 5
-            await other.settle([(mine, HandBack())])
-            while not any(lease.id == old.id for lease in await claim(store, 1)):
-                await _clock.sleep(0.05)
-
-    run(scenario)
-
-
-def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -> None:
-    """Prepared statements keep their plans; on full tables each must still touch only the rows it names."""
-
-    async def scenario() -> None:
-        async with opened(postgres_url) as store:
-            with psycopg.connect(postgres_url, autocommit=True) as connection:
-                connection.execute("ANALYZE")
-            strangers = [_lease(envelope()) for _ in range(4)]
-            for _ in range(8):
-                assert await claim(store) == []
-                assert await store.extend(strangers, lease=30) == [False] * 4
-                for outcome in (Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack()):
-                    assert await store.settle([(lease, outcome) for lease in strangers]) == [False] * 4
-                    assert await store.settle([(strangers[0], outcome)]) == [False]
-                await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
-                await store.settle([(lease, Done(b"1", key_window=0)) for lease in await claim(store)])
-            await store.put([envelope(f"k{n}") for n in range(10_000)])
-            leases = await claim(store, 400)
-            assert await store.extend(leases, lease=30) == [True] * 400
-            await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
-            for n, outcome in enumerate((Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack())):
-                those = leases[n * 100 : n * 100 + 100]
-                assert await store.settle([(lease, outcome) for lease in those]) == [True] * 100
-        # Sessions report their numbers at their end.
-        read = _rows_read(postgres_url)
-        assert read["delivery"] < 5_000
-        assert read["key"] < 500
-        assert read["message"] < 1_000
-
-    run(scenario)
-
-
-def _rows_read(url: str) -> dict[str, int]:
-    with psycopg.connect(url) as connection:
-        rows = connection.execute("SELECT relname, seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables").fetchall()
-        return {name: number or 0 for name, number in rows}
-
-
-def _lease(e: Envelope) -> Lease:
-    return Lease(e, 2, 1, 0, 0, 0, "w")
 
 
 # keys

@@ -13,7 +13,7 @@ from psycopg import errors
 from test_postgres_engine import claim, envelope, opened, run, terminate_sessions
 
 from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
-from onefold.store import Again, Dead, Done, Failure, HandBack, PutOptions, Query, State
+from onefold.store import Again, Counts, Dead, Done, Failure, HandBack, PutOptions, Query, State
 from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.connection import SQL
 
@@ -134,7 +134,7 @@ def test_a_lost_commit_of_a_transaction_is_resolved(postgres_url: str) -> None:
         async with opened(postgres_url, trace=loser) as store:
             async with store.transaction() as transaction:
                 await transaction.execute("CREATE TABLE effect (n int)")
-            for settles, at in itertools.product((True, False), range(1, 13)):
+            for ending, at in itertools.product(("settle", "conclude", "neither"), range(1, 13)):
                 loser.at = None
                 await store.put([envelope()])
                 (lease,) = await claim(store)
@@ -143,9 +143,11 @@ def test_a_lost_commit_of_a_transaction_is_resolved(postgres_url: str) -> None:
                 try:
                     async with store.transaction() as transaction:
                         await transaction.execute("INSERT INTO effect VALUES (%s)", [at])
-                        await transaction.put([envelope(f"{settles}{at}")])
-                        if settles:
+                        await transaction.put([envelope(f"{ending}{at}")])
+                        if ending == "settle":
                             assert await transaction.settle([(lease, Done(b"1"))]) == [True]
+                        if ending == "conclude":
+                            await transaction.conclude([(lease, Done(b"1"))])
                 except StoreUnavailableError:
                     committed = False
                 loser.at = None
@@ -153,9 +155,64 @@ def test_a_lost_commit_of_a_transaction_is_resolved(postgres_url: str) -> None:
                     assert committed
                 effects = await store.fetch("SELECT count(*) FROM effect")
                 assert effects == [(1 if committed else 0,)]
-                assert (await store.count())["default"].leased == (0 if committed and settles else 1)
+                assert (await store.count())["default"].leased == (0 if committed and ending != "neither" else 1)
                 async with store.transaction() as transaction:
                     await transaction.execute("TRUNCATE effect, onefold.message, onefold.delivery, onefold.outcome")
+
+    run(scenario)
+
+
+def test_a_session_lost_while_concluding_leaves_nothing_or_everything(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await store.put([envelope()])
+            (lease,) = await claim(store)
+
+            async def conclude() -> None:
+                async with store.transaction() as transaction:
+                    await transaction.put([envelope("child")])
+                    terminate_sessions(postgres_url)
+                    await transaction.conclude([(lease, Done(b"1"))])
+
+            with pytest.raises(StoreUnavailableError):
+                await conclude()
+            assert (await store.count())["default"] == Counts(scheduled=0, leased=1)
+
+    run(scenario)
+
+
+def _ours(seen: list[str]) -> list[str]:
+    """Without what other connections do at their own time."""
+    return [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)]
+
+
+def test_concluding_is_the_end_of_a_transaction_and_one_round_trip(postgres_url: str) -> None:
+    async def scenario() -> None:
+        seen: list[str] = []
+        async with opened(postgres_url, trace=lambda moment, text: seen.append(f"{moment} {text}")) as store:
+            await store.put([envelope(), envelope()])
+            leases = await claim(store)
+            async with store.transaction() as transaction:
+                seen.clear()
+                await transaction.conclude([(leases[0], Done(b"1"))])
+                sent = [f"before {SQL['settle_one']}", "before COMMIT", f"after {SQL['settle_one']}", "after COMMIT"]
+                assert _ours(seen) == sent
+                with pytest.raises(StoreError, match="too late"):
+                    await transaction.settle([(leases[1], Done(b"1"))])
+            assert _ours(seen) == sent
+            assert (await store.count())["default"].leased == 1
+
+    run(scenario)
+
+
+def test_a_joined_transaction_is_not_concluded(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store, await psycopg.AsyncConnection.connect(postgres_url) as connection:
+            await store.put([envelope()])
+            (lease,) = await claim(store)
+            async with store.transaction(connection) as transaction:
+                with pytest.raises(StoreError, match="joined"):
+                    await transaction.conclude([(lease, Done(b"1"))])
 
     run(scenario)
 
@@ -247,12 +304,10 @@ def test_a_batch_of_successes_is_one_statement(postgres_url: str) -> None:
             await store.settle([])
             seen.clear()
             await store.settle([(lease, Done(b"1")) for lease in leases])
-            assert [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)] == [
-                SQL["settle_end"]
-            ] * 2
+            assert _ours(seen) == [SQL["settle_end"]] * 2
             seen.clear()
             await store.put([envelope("one")])
-            assert [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)] == [SQL["put_one"]] * 2
+            assert _ours(seen) == [SQL["put_one"]] * 2
 
     run(scenario)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope, pack_headers, unpack_headers
-from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Record, State
+from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Query, Record, State
 
 encode_failure = msgspec.json.Encoder().encode
 _decode_failure = msgspec.json.Decoder(Failure).decode
@@ -71,6 +71,9 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
         sequence=headers.sequence,
         trace=headers.trace,
         tags=headers.tags,
+        occurrence=headers.occurrence,
+        reply_to=headers.reply_to,
+        pinned=headers.pinned,
     )
 
 
@@ -95,6 +98,20 @@ def record_of(row: tuple[Any, ...]) -> Record:
         kept_until,
         result,
         None if failure is None else _decode_failure(failure),
+    )
+
+
+def allows(query: Query, record: Record) -> bool:
+    """Whether a record fulfils every condition of a query, for those that were found by their ids."""
+    envelope = record.envelope
+    return (
+        (query.states is None or record.state in query.states)
+        and query.queue in (None, envelope.queue)
+        and query.message_type in (None, envelope.message_type)
+        and query.correlation_id in (None, envelope.correlation_id)
+        and query.worker in (None, record.worker)
+        and (query.crashes is None or (not record.state.ended and record.crashes >= query.crashes))
+        and envelope.id > query.after
     )
 
 

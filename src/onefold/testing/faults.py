@@ -188,6 +188,9 @@ class FaultyStore:
     async def restored(self) -> int:
         return await self.call("restored", lambda: self._store.restored())
 
+    async def now(self) -> int:
+        return await self.call("now", lambda: self._store.now())
+
     async def count(self) -> dict[str, Counts]:
         return await self.call("count", lambda: self._store.count())
 

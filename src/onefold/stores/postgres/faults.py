@@ -11,6 +11,9 @@ from onefold.errors import OnefoldError, SchemaError, StoreError, StoreUnavailab
 #: The server ends sessions with these when it stops, fails over or loses patience; 25006 comes from a former primary.
 _LOST_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006"})
 
+#: What the schema's own function raises.
+_STALE_STATE = "OF001"
+
 
 class BlockedError(StoreUnavailableError):
     """Another transaction held a key or a row for longer than this statement was allowed to wait."""
@@ -21,6 +24,11 @@ def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -
     if connection.closed:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
     return error.sqlstate in _LOST_STATES or (error.sqlstate or "").startswith("08")
+
+
+def is_stale(error: psycopg.Error) -> bool:
+    """Whether a lease that had been taken over stopped the statements behind it; see ``refuse_stale`` in the schema."""
+    return error.sqlstate == _STALE_STATE
 
 
 def may_rerun(error: psycopg.Error) -> bool:

@@ -150,6 +150,7 @@ SELECT now, (SELECT count(*) FROM released) FROM clock
 -- name: claim
 -- Stands for claim_possible, claim_select and claim_take.
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
+-- The few that workers died with are passed over when `crashes_most` is 0.
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 picked AS MATERIALIZED (
@@ -158,7 +159,7 @@ picked AS MATERIALIZED (
     CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
         WHERE queue = q.queue AND state = 0 AND due_at >= q.floor AND due_at <= (SELECT now FROM clock)
-            AND message_type = ANY (%(types)s::text[])
+            AND message_type = ANY (%(types)s::text[]) AND crashes <= %(crashes_most)s
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
     ) due
@@ -168,6 +169,36 @@ taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
         worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END
+    WHERE id = ANY (ARRAY(SELECT id FROM picked))
+    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count
+)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, (SELECT now FROM clock)
+FROM taken t
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+ORDER BY array_position(%(queues)s::text[], t.queue), t.due_at, t.id
+
+-- name: claim_crashed
+-- claim for those that workers died with, which are few and have an index of their own.
+-- Free is what has no lease_until; asking for the state would draw in the index on everything that is due.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+picked AS MATERIALIZED (
+    SELECT due.id
+    FROM unnest(%(queues)s::text[]) AS q (queue)
+    CROSS JOIN LATERAL (
+        SELECT id FROM onefold.delivery
+        WHERE queue = q.queue AND crashes > 0 AND lease_until IS NULL AND due_at <= (SELECT now FROM clock)
+            AND message_type = ANY (%(types)s::text[])
+        ORDER BY due_at LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ) due
+    LIMIT %(limit)s
+),
+taken AS (
+    UPDATE onefold.delivery
+    SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
+        worker = %(worker)s::text, started = 1
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
     RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count
 )
@@ -220,16 +251,19 @@ SELECT id::text, fence FROM ended
 
 -- name: settle_one
 -- settle_end for a single success, which is how a handler with SQL of its own ends.
+-- With `strictly` a stale lease is an error, so that the COMMIT which was sent right behind is not carried out.
 WITH ended AS (
     DELETE FROM onefold.delivery WHERE id = %(id)s::uuid AND fence = %(fence)s::bigint
     RETURNING id, queue, fence, attempt, crashes, replay_count, coalesce(%(now)s::bigint, onefold.clock()) AS now
+),
+outcome AS (
+    INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
+        purge_at, result)
+    SELECT id, queue, 3, fence, attempt, crashes, replay_count, now, now + %(key_window)s::bigint,
+        now + least(%(key_window)s::bigint, %(body_window)s::bigint), %(result)s::bytea
+    FROM ended
 )
-INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
-    result)
-SELECT id, queue, 3, fence, attempt, crashes, replay_count, now, now + %(key_window)s::bigint,
-    now + least(%(key_window)s::bigint, %(body_window)s::bigint), %(result)s::bytea
-FROM ended
-RETURNING 1
+SELECT CASE WHEN count(*) = 1 THEN true WHEN %(strictly)s::boolean THEN onefold.refuse_stale() ELSE false END FROM ended
 
 -- name: settle_again
 -- Stands for settle_again and settle_attempt.
@@ -244,6 +278,7 @@ again AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
         attempt = (%(counted)s::int[])[array_position(%(ids)s::uuid[], id)],
+        crashes = crashes + (%(crashed)s::int[])[array_position(%(ids)s::uuid[], id)],
         due_at = (SELECT now FROM clock) + (%(delays)s::bigint[])[array_position(%(ids)s::uuid[], id)]
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence
@@ -358,6 +393,11 @@ SELECT value, version FROM onefold.register
 WHERE kind = %(kind)s::text AND name = %(name)s::text
     AND (expires_at IS NULL OR expires_at > coalesce(%(now)s::bigint, onefold.clock()))
 
+-- name: entries
+SELECT name, value, version FROM onefold.register
+WHERE kind = %(kind)s::text AND (expires_at IS NULL OR expires_at > coalesce(%(now)s::bigint, onefold.clock()))
+ORDER BY name
+
 -- name: purge_bodies
 -- Stands for purge_bodies, purge_body and purge_body_done.  Several machines may purge: each takes what is free.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
@@ -410,6 +450,7 @@ DELETE FROM onefold.register WHERE (kind, name) IN (
 RETURNING 1
 
 -- name: find_ids
+-- Every `find` asks for everything that a query can; they differ in where they begin to look.
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
@@ -418,8 +459,54 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
-WHERE m.id = ANY (%(ids)s::uuid[]) AND coalesce(d.state, o.state) IS NOT NULL
-ORDER BY m.id
+WHERE m.id = ANY (%(ids)s::uuid[]) AND m.id > %(after)s::uuid
+    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+    AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
+    AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
+ORDER BY m.id LIMIT %(limit)s
+
+-- name: find_worker
+-- Begins with the leases, which are few.
+WITH d AS MATERIALIZED (SELECT * FROM onefold.delivery WHERE state = 1 AND lease_until > 0 AND worker = %(worker)s::text)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM d
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
+LEFT JOIN onefold.outcome o ON false
+WHERE m.id > %(after)s::uuid
+    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+    AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
+    AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
+ORDER BY m.id LIMIT %(limit)s
+
+-- name: find_crashed
+-- Begins with those that workers died with, which are few.
+WITH d AS MATERIALIZED (SELECT * FROM onefold.delivery WHERE crashes > 0 AND queue > '' AND crashes >= %(crashes)s::int)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+FROM d
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
+LEFT JOIN onefold.outcome o ON false
+WHERE m.id > %(after)s::uuid
+    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+    AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
+    AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
+ORDER BY m.id LIMIT %(limit)s
 
 -- name: find_dead
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
@@ -442,10 +529,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
-WHERE m.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+WHERE m.id > %(after)s::uuid
+    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
-    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
+    AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
 ORDER BY m.id LIMIT %(limit)s
 
 -- name: attempts
@@ -456,6 +546,29 @@ SELECT queue, state, count(*) FROM onefold.delivery GROUP BY queue, state
 
 -- name: count_dead
 SELECT queue, count(*) FROM onefold.outcome WHERE state = 4 GROUP BY queue
+
+-- name: restored_lock
+-- Nothing changes its table while a page is changed, so every message is met once, wherever it is.
+LOCK TABLE onefold.delivery, onefold.outcome IN SHARE ROW EXCLUSIVE MODE
+
+-- name: restored
+WITH page AS MATERIALIZED (
+    SELECT id FROM onefold.message WHERE id > %(after)s::uuid ORDER BY id LIMIT %(limit)s
+),
+leased AS MATERIALIZED (
+    SELECT id FROM onefold.delivery WHERE id = ANY (ARRAY(SELECT id FROM page)) AND lease_until IS NOT NULL
+),
+alive AS (
+    UPDATE onefold.delivery SET fence = fence + %(leap)s::bigint, state = 0, lease_until = NULL, worker = NULL
+    WHERE id = ANY (ARRAY(SELECT id FROM page))
+),
+ended AS (
+    UPDATE onefold.outcome SET fence = fence + %(leap)s::bigint WHERE id = ANY (ARRAY(SELECT id FROM page))
+)
+SELECT (SELECT count(*) FROM leased), (SELECT id::text FROM page ORDER BY id DESC LIMIT 1)
+
+-- name: now
+SELECT coalesce(%(now)s::bigint, onefold.clock())
 
 -- name: notify
 SELECT pg_notify('onefold', queue) FROM unnest(%(queues)s::text[]) AS q (queue)

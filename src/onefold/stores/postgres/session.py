@@ -17,7 +17,9 @@ from onefold.store import (
     Counts,
     Dead,
     Done,
+    Fenced,
     HandBack,
+    Lane,
     Lease,
     Outcome,
     Purged,
@@ -36,7 +38,9 @@ from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
 Settlement = tuple[Lease, Outcome]
 
 #: Comes before every id.
-_FIRST_ID = "00000000-0000-0000-0000-000000000000"
+FIRST_ID = "00000000-0000-0000-0000-000000000000"
+#: As a limit on a count.
+_NO_LIMIT = 2**31 - 1
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
@@ -96,26 +100,28 @@ class Session:
         limit: int,
         lease: float,
         worker: str,
+        lane: Lane,
     ) -> list[Lease]:
         """Take due messages; of each queue only those that were due at its floor or later."""
-        rows = await self.wire.rows(
-            "claim",
-            {
-                "now": self._now,
-                "queues": texts(queues),
-                "floors": numbers(floors),
-                "types": texts(types),
-                "limit": limit,
-                "lease": round(lease * MICROSECONDS),
-                "worker": worker,
-                "suspect_after": limits.SUSPECT_AFTER,
-            },
-        )
+        parameters: dict[str, Any] = {
+            "now": self._now,
+            "queues": texts(queues),
+            "floors": numbers(floors),
+            "types": texts(types),
+            "limit": limit,
+            "lease": round(lease * MICROSECONDS),
+            "worker": worker,
+            "crashes_most": 0 if lane is Lane.MAIN else _NO_LIMIT,
+            # Whoever runs lanes reports by itself what was running when a process died.
+            "suspect_after": limits.SUSPECT_AFTER if lane is Lane.ANY else _NO_LIMIT,
+        }
+        rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
         return [lease_of(row, claimed_at=row[18], worker=worker) for row in rows]
 
-    async def extend(self, leases: Sequence[Lease], lease: float, starting: bool) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
         parameters: dict[str, Any] = {
-            **_fenced([(one, None) for one in leases]),
+            # An id that is not a UUID cannot be in the table.
+            **_fenced([(one, None) for one in leases if _ID.fullmatch(one.id)]),
             "now": self._now,
             "lease": round(lease * MICROSECONDS),
             "starting": int(starting),
@@ -127,7 +133,8 @@ class Session:
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         if len(settlements) == 1 and isinstance(settlements[0][1], Done):
-            won = [await self._settle_one(settlements[0][0], settlements[0][1])]
+            rows = await self.wire.rows("settle_one", self._ending_one(settlements[0][0], settlements[0][1]))
+            won = [bool(rows[0][0])]
         else:
             won = await self._settle_many(settlements)
         sends = sends_of(settlement for settlement, held in zip(settlements, won, strict=True) if held)
@@ -135,16 +142,20 @@ class Session:
             await self.put_sends(sends)
         return won
 
-    async def _settle_one(self, lease: Lease, outcome: Done) -> bool:
-        parameters: dict[str, Any] = {
+    async def conclude(self, lease: Lease, outcome: Done) -> None:
+        """Settle one success and commit, in one round trip; a stale one is refused by the server, before the COMMIT."""
+        await self.wire.commit_after("settle_one", self._ending_one(lease, outcome, strictly=True))
+
+    def _ending_one(self, lease: Lease, outcome: Done, *, strictly: bool = False) -> dict[str, Any]:
+        return {
             "now": self._now,
             "id": lease.id,
             "fence": lease.fence,
             "key_window": round(outcome.key_window * MICROSECONDS),
             "body_window": round(outcome.body_retention * MICROSECONDS),
             "result": outcome.result,
+            "strictly": strictly,
         }
-        return bool(await self.wire.rows("settle_one", parameters))
 
     async def _settle_many(self, settlements: Sequence[Settlement]) -> list[bool]:
         # The first of those who settle the same lease wins; the same message may be there with an older lease.
@@ -195,6 +206,20 @@ class Session:
             return Registered(value, version)
         return None
 
+    async def now(self) -> int:
+        now: int = (await self.wire.rows("now", {"now": self._now}))[0][0]
+        return now
+
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        rows = await self.wire.rows("entries", {"now": self._now, "kind": kind})
+        return {name: Registered(value, version) for name, value, version in rows}
+
+    async def restored(self, after: str, limit: int) -> tuple[int, str | None]:
+        """Raise the fences of the next messages and end their leases; return how many ended, and the last message."""
+        await self.wire.rows("restored_lock")
+        ended, last = (await self.wire.rows("restored", {"after": after, "limit": limit, "leap": limits.FENCE_LEAP}))[0]
+        return ended, last
+
     async def purge(self, limit: int) -> Purged:
         given = {"now": self._now, "limit": limit}
         bodies = await self.wire.rows("purge_bodies", given)
@@ -207,10 +232,12 @@ class Session:
 
     async def find(self, query: Query) -> list[Record]:
         parameters: dict[str, Any] = {
-            "after": query.after or _FIRST_ID,
+            "after": query.after or FIRST_ID,
             "queue": query.queue,
             "message_type": query.message_type,
             "correlation_id": query.correlation_id,
+            "worker": query.worker,
+            "crashes": query.crashes,
             "limit": min(query.limit, limits.PAGE_MAX),
             "states": numbers([int(state) for state in query.states or State]),
             # An id that is not a UUID cannot be in the table, so it is not an error to look for it.
@@ -219,6 +246,10 @@ class Session:
         statement = "find_any"
         if query.ids is not None:
             statement = "find_ids"
+        elif query.worker is not None:
+            statement = "find_worker"
+        elif query.crashes:
+            statement = "find_crashed"
         elif query.states == (State.DEAD,):
             statement = "find_dead"
         return [record_of(row) for row in await self.wire.rows(statement, parameters)]
@@ -248,7 +279,7 @@ def is_one_statement(settlements: Sequence[Settlement]) -> bool:
     return len(kinds) == 1 and not sends_of(settlements)
 
 
-def _fenced(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+def _fenced(settlements: Sequence[tuple[Fenced, Any]]) -> dict[str, Column]:
     return {
         "ids": ids([lease.id for lease, _ in settlements]),
         "fences": numbers([lease.fence for lease, _ in settlements]),
@@ -280,6 +311,7 @@ def _returning(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
         **_fenced(settlements),
         "attempts": numbers([lease.attempt for lease, _ in settlements]),
         "counted": numbers([lease.attempt if o.counted else lease.attempt - 1 for lease, o in settlements]),
+        "crashed": numbers([int(o.crashed) for _, o in settlements]),
         "delays": numbers([round(o.delay * MICROSECONDS) for _, o in settlements]),
         "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
         "workers": texts([lease.worker for lease, _ in settlements]),

@@ -20,7 +20,9 @@ from onefold.store import (
     Attempt,
     Capabilities,
     Counts,
+    Fenced,
     HandBack,
+    Lane,
     Lease,
     Outcome,
     PutOptions,
@@ -44,14 +46,16 @@ from onefold.stores.postgres.connection import (
     refuse_foreign,
     refuse_lost,
 )
-from onefold.stores.postgres.faults import BlockedError, is_lost, translated
+from onefold.stores.postgres.faults import BlockedError
 from onefold.stores.postgres.link import Handlers, Link
-from onefold.stores.postgres.session import Session, Settlement, is_one_statement
+from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, is_one_statement
 from onefold.stores.postgres.transaction import KEEP, PostgresTransaction, queues_to_ring, settled_queues
 from onefold.stores.postgres.wake import Bell
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
+#: Fences raised in one commit after a restore, for which everybody else waits.
+_RESTORED_PAGE = 10_000
 
 
 class PostgresStore:
@@ -214,16 +218,23 @@ class PostgresStore:
         return await self._use("settle").run(work)
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         async def work(wire: Wire, _: bool) -> list[Lease]:
             return await self._claimer.claim(
-                self._session(wire), queues, types=types, limit=limit, lease=lease, worker=worker
+                self._session(wire), queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane
             )
 
         return await self._use("claim").run(work)
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease, starting))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
@@ -242,7 +253,7 @@ class PostgresStore:
     async def transaction(self, connection: Any = None) -> AsyncIterator[PostgresTransaction]:
         if connection is not None:
             joined = self._connector.wire(refuse_foreign(connection), "handlers", joined=True)
-            transaction = PostgresTransaction(self._session(joined))
+            transaction = PostgresTransaction(self._session(joined), None)
             try:
                 yield transaction
             finally:
@@ -250,7 +261,7 @@ class PostgresStore:
             return
         self._use("settle")
         wire = await self._handlers.begin(BEGIN)
-        transaction = PostgresTransaction(self._session(wire))
+        transaction = PostgresTransaction(self._session(wire), self._was_committed)
         try:
             try:
                 yield transaction
@@ -261,24 +272,11 @@ class PostgresStore:
                     # Whoever still holds it, such as a handler past its limit, must not go on writing unguarded.
                     await wire.connection.close()
                 raise
-            transaction.over = True
-            await self._commit(transaction)
+            if not transaction.over:
+                await transaction.commit()
         finally:
             await self._handlers.give_back(wire)
         self._wake_after(transaction.settled, transaction.queues)
-
-    async def _commit(self, transaction: PostgresTransaction) -> None:
-        """Commit; when the reply was lost, find out whether it happened before saying anything."""
-        wire = transaction.session.wire
-        try:
-            await wire.commit()
-        except psycopg.Error as error:
-            if not is_lost(error, wire.connection):
-                await wire.rollback()
-                raise translated(error) from error
-            await wire.connection.close()
-            if not await self._was_committed(transaction):
-                raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
 
     async def _was_committed(self, transaction: PostgresTransaction) -> bool:
         settled, stored = transaction.settled, transaction.stored
@@ -289,6 +287,23 @@ class PostgresStore:
         raise StoreUnavailableError(
             "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
         )
+
+    async def restored(self) -> int:
+        """In pages, each with a commit of its own: after a crash in the middle it is simply called again."""
+        ended, after = 0, FIRST_ID
+
+        async def page(wire: Wire, _: bool) -> tuple[int, str | None]:
+            async with wire.transaction():
+                return await self._session(wire).restored(after, _RESTORED_PAGE)
+
+        self._use("claim")
+        last: str | None = FIRST_ID
+        while last is not None:
+            after = last
+            number, last = await self._handlers.run(page)
+            ended += number
+        self._claimer.look_everywhere()
+        return ended
 
     # reading
 
@@ -314,6 +329,12 @@ class PostgresStore:
 
     async def registered(self, kind: str, name: str) -> Registered | None:
         return await self._use("spare").run(lambda wire, _: self._session(wire).registered(kind, name))
+
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).entries(kind))
+
+    async def now(self) -> int:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).now())
 
     async def count(self) -> dict[str, Counts]:
         self._use("spare")

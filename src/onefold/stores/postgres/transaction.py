@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,16 @@ from psycopg import AsyncConnection
 
 from onefold import limits
 from onefold.envelope import Envelope
-from onefold.errors import StoreError
-from onefold.store import Act, Again, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.errors import LeaseLostError, StoreError, StoreUnavailableError
+from onefold.store import Act, Again, Done, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.connection import Wire, refuse_lost
-from onefold.stores.postgres.faults import translated
+from onefold.stores.postgres.faults import is_lost, is_stale, translated
 from onefold.stores.postgres.session import Session, Settlement, sends_of
 
 KEEP = PutOptions()
+
+
+WasCommitted = Callable[["PostgresTransaction"], Awaitable[bool]]
 
 
 class PostgresTransaction:
@@ -26,8 +29,10 @@ class PostgresTransaction:
     It remembers what it stored and settled: by that a lost COMMIT is resolved, and workers are woken after it.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, was_committed: WasCommitted | None) -> None:
         self.session = session
+        #: Finds out after a lost COMMIT; None when the transaction is the caller's, who commits it.
+        self._was_committed = was_committed
         self.stored: list[str] = []
         self.settled: list[Settlement] = []
         self.queues: set[str] = set()
@@ -83,6 +88,46 @@ class PostgresTransaction:
         self.queues |= settled_queues(held)
         return won
 
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        if self._was_committed is None:
+            raise StoreError("this transaction was joined; whoever began it commits it: use settle() here")
+        only = settlements[0][1] if len(settlements) == 1 else None
+        if not isinstance(only, Done) or only.sends:
+            await self._settle_all(settlements)
+            await self.commit()
+            return
+        self._refuse_late()
+        lease = settlements[0][0]
+        self.settled += settlements
+        await self.commit(lambda: self.session.conclude(lease, only))
+
+    async def _settle_all(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        for (lease, _), held in zip(settlements, await self.settle(settlements), strict=True):
+            if not held:
+                await self._roll_back()
+                raise _lost(lease)
+
+    async def commit(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Commit, with ``last`` as the way to do it; when the reply was lost, find out before saying anything."""
+        self.over = True
+        wire = self.session.wire
+        try:
+            await (last or wire.commit)()
+        except psycopg.Error as error:
+            if is_stale(error):
+                await self._roll_back()
+                raise _lost(self.settled[-1][0]) from None
+            if not is_lost(error, wire.connection):
+                await self._roll_back()
+                raise translated(error) from error
+            await wire.connection.close()
+            if self._was_committed is None or not await self._was_committed(self):
+                raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
+
+    async def _roll_back(self) -> None:
+        self.over = True
+        await self.session.wire.rollback()
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         with self._seam():
             moved = await self.session.move(ids, to, act)
@@ -99,6 +144,10 @@ class PostgresTransaction:
     async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
         with self._seam():
             return await self.session.purge(limit)
+
+
+def _lost(lease: Lease) -> LeaseLostError:
+    return LeaseLostError(f"message {lease.id} was taken over; everything in the transaction was rolled back")
 
 
 def queues_to_ring(envelopes: Iterable[Envelope]) -> set[str]:

@@ -54,6 +54,13 @@ SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <=
     OR EXISTS (
         SELECT 1 FROM onefold_delivery
         WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
+            AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
+
+-- name: claim_possible_crashed
+SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
+    OR EXISTS (
+        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_crashed
+        WHERE crashes > 0 AND queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
             AND message_type IN (SELECT value FROM json_each(?4)))
 
 -- name: claim_select
@@ -63,12 +70,27 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
 FROM (
     SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count FROM onefold_delivery
     WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
+        AND crashes <= ?5
+    ORDER BY due_at LIMIT ?4
+) d
+CROSS JOIN onefold_message m ON m.id = d.id
+
+-- name: claim_select_crashed
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count
+FROM (
+    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count
+    FROM onefold_delivery INDEXED BY onefold_delivery_crashed
+    WHERE crashes > 0 AND queue = ?1 AND state = 0 AND due_at <= ?2
+        AND message_type IN (SELECT value FROM json_each(?3))
     ORDER BY due_at LIMIT ?4
 ) d
 CROSS JOIN onefold_message m ON m.id = d.id
 
 -- name: claim_take
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
+-- Under a supervisor everybody counts as started: it says itself who was not.
 UPDATE onefold_delivery
 SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3)
 WHERE id IN (SELECT value FROM json_each(?4))
@@ -94,7 +116,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 -- name: settle_again
 -- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
 UPDATE onefold_delivery
-SET state = 0, fence = fence + 1, attempt = ?, due_at = ?, lease_until = NULL, worker = NULL
+SET state = 0, fence = fence + 1, attempt = ?, crashes = crashes + ?, due_at = ?, lease_until = NULL, worker = NULL
 WHERE id = ? AND fence = ?
 RETURNING id, fence - 1
 
@@ -156,6 +178,9 @@ DELETE FROM onefold_register WHERE kind = ?1 AND name = ?2 AND version = ?3 RETU
 -- name: registered
 SELECT value, version FROM onefold_register WHERE kind = ? AND name = ? AND (expires_at IS NULL OR expires_at > ?)
 
+-- name: entries
+SELECT name, value, version FROM onefold_register WHERE kind = ? AND (expires_at IS NULL OR expires_at > ?)
+
 -- name: purge_bodies
 SELECT id FROM onefold_outcome WHERE purge_at <= ?1 AND kept_until > ?1 ORDER BY purge_at LIMIT ?2
 
@@ -214,6 +239,29 @@ WHERE o.state = 4 AND o.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL
     AND (?4 IS NULL OR m.correlation_id = ?4)
 ORDER BY o.id LIMIT ?5
 
+-- name: find_leased
+-- From the leases to their messages: what is kept is not looked at.
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL
+FROM onefold_delivery d INDEXED BY onefold_delivery_lease
+CROSS JOIN onefold_message m ON m.id = d.id
+WHERE d.state = 1 AND d.worker = ?1 AND (?8 IS NULL OR d.crashes >= ?8)
+    AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
+    AND (?5 IS NULL OR m.correlation_id = ?5) AND d.state IN (SELECT value FROM json_each(?7))
+ORDER BY m.id LIMIT ?6
+
+-- name: find_crashed
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL
+FROM onefold_delivery d INDEXED BY onefold_delivery_crashed
+CROSS JOIN onefold_message m ON m.id = d.id
+WHERE d.crashes > 0 AND d.crashes >= ?1
+    AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
+    AND (?5 IS NULL OR m.correlation_id = ?5) AND d.state IN (SELECT value FROM json_each(?7))
+ORDER BY m.id LIMIT ?6
+
 -- name: find_any
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
@@ -240,3 +288,13 @@ SELECT queue, count(*) FROM onefold_outcome WHERE state = 4 GROUP BY queue
 -- name: expire_all
 -- The machine was started again, so nobody who held a lease is alive.
 UPDATE onefold_delivery SET lease_until = 0 WHERE state = 1
+
+-- name: restored_leases
+SELECT count(*) FROM onefold_delivery WHERE state = 1
+
+-- name: restored_deliveries
+-- Whoever still holds a lease from before the restore is shut out by the fence; nobody is known to have crashed.
+UPDATE onefold_delivery SET state = 0, fence = fence + ?, lease_until = NULL, worker = NULL
+
+-- name: restored_outcomes
+UPDATE onefold_outcome SET fence = fence + ?

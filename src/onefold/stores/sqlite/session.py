@@ -22,7 +22,9 @@ from onefold.store import (
     Counts,
     Dead,
     Done,
+    Fenced,
     HandBack,
+    Lane,
     Lease,
     Outcome,
     Purged,
@@ -35,7 +37,7 @@ from onefold.store import (
 )
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
-from onefold.stores.rows import attempt_of, attempt_row, lease_of, message_row, outcome_row, record_of
+from onefold.stores.rows import allows, attempt_of, attempt_row, lease_of, message_row, outcome_row, record_of
 from onefold.stores.sql import load_statements
 
 SQL = load_statements("onefold.stores.sqlite")
@@ -180,31 +182,28 @@ class Session:
     # claim
 
     def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str, lane: Lane
     ) -> list[Lease]:
         now, steady = self._clock.now(), self._clock.steady()
         self.rows("claim_expired", steady)
         known = _json(list(types))
+        statement, *bounds = _SELECT_OF[lane]
         rows: list[tuple[Any, ...]] = []
         for queue in queues:
-            rows += self.rows("claim_select", queue, now, known, limit - len(rows))
+            rows += self.rows(statement, queue, now, known, limit - len(rows), *bounds)
             if len(rows) >= limit:
                 break
         until = steady + round(lease * MICROSECONDS)
-        self.rows("claim_take", until, worker, limits.SUSPECT_AFTER, _json([row[0] for row in rows]))
+        suspect_after = limits.SUSPECT_AFTER if lane is Lane.ANY else limits.INTEGER_MAX
+        self.rows("claim_take", until, worker, suspect_after, _json([row[0] for row in rows]))
         return [lease_of(row, claimed_at=now, worker=worker) for row in rows]
 
-    def claim_possible(self, queues: Sequence[str], types: Sequence[str]) -> bool:
-        found = self.rows(
-            "claim_possible",
-            self._clock.steady(),
-            _json(list(queues)),
-            self._clock.now(),
-            _json(list(types)),
-        )
-        return bool(found[0][0])
+    def claim_possible(self, queues: Sequence[str], types: Sequence[str], lane: Lane) -> bool:
+        statement, *bounds = _POSSIBLE_OF[lane]
+        given = (self._clock.steady(), _json(list(queues)), self._clock.now(), _json(list(types)))
+        return bool(self.rows(statement, *given, *bounds)[0][0])
 
-    def extend(self, leases: Sequence[Lease], lease: float, starting: bool) -> list[bool]:
+    def extend(self, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
         until = self._clock.steady() + round(lease * MICROSECONDS)
         held = set(self._each("extend", ((until, int(starting), one.id, one.fence) for one in leases)))
         return [(one.id, one.fence) in held for one in leases]
@@ -268,6 +267,16 @@ class Session:
             return Registered(value, version)
         return None
 
+    def entries(self, kind: str) -> dict[str, Registered]:
+        found = self.rows("entries", kind, self._clock.now())
+        return {name: Registered(value, version) for name, value, version in found}
+
+    def restored(self) -> int:
+        leases: int = self.rows("restored_leases")[0][0]
+        self.rows("restored_deliveries", limits.FENCE_LEAP)
+        self.rows("restored_outcomes", limits.FENCE_LEAP)
+        return leases
+
     def purge(self, limit: int) -> Purged:
         now = self._clock.now()
         bodies = self.rows("purge_bodies", now, limit)
@@ -285,14 +294,20 @@ class Session:
 
     def find(self, query: Query) -> list[Record]:
         limit = min(query.limit, limits.PAGE_MAX)
+        given = (query.after, query.queue, query.message_type, query.correlation_id, limit)
+        # Crashes are asked for among the living only.
+        states = _json([int(s) for s in query.states or State if query.crashes is None or not s.ended])
         if query.ids is not None:
-            rows = self.rows("find_ids", _json(list(query.ids)))
+            found = [record_of(row) for row in self.rows("find_ids", _json(list(query.ids)))]
+            return [record for record in found if allows(query, record)]
+        if query.worker is not None:
+            rows = self.rows("find_leased", query.worker, *given, states, query.crashes)
+        elif query.crashes:
+            rows = self.rows("find_crashed", query.crashes, *given, states)
         elif query.states == (State.DEAD,):
-            rows = self.rows("find_dead", query.after, query.queue, query.message_type, query.correlation_id, limit)
+            rows = self.rows("find_dead", *given)
         else:
-            states = _json([int(s) for s in query.states or State])
-            given = (query.after, query.queue, query.message_type, query.correlation_id, limit, states)
-            rows = self.rows("find_any", *given)
+            rows = self.rows("find_any", *given, states)
         return [record_of(row) for row in rows]
 
     def attempts(self, message_id: str) -> list[Attempt]:
@@ -307,6 +322,17 @@ class Session:
         return {queue: Counts(**numbers) for queue, numbers in counts.items()}
 
 
+#: The statements of each lane, and how many crashes they allow where they ask.
+_SELECT_OF: dict[Lane, tuple[Any, ...]] = {
+    Lane.ANY: ("claim_select", limits.INTEGER_MAX),
+    Lane.MAIN: ("claim_select", 0),
+    Lane.PROBATION: ("claim_select_crashed",),
+}
+_POSSIBLE_OF: dict[Lane, tuple[Any, ...]] = {
+    Lane.ANY: ("claim_possible", limits.INTEGER_MAX),
+    Lane.MAIN: ("claim_possible", 0),
+    Lane.PROBATION: ("claim_possible_crashed",),
+}
 _MOVE_NAMES = {State.SCHEDULED: "redrive", State.DISCARDED: "discard", State.CANCELLED: "cancel"}
 
 
@@ -317,4 +343,5 @@ def _delivery_row(e: Envelope, now: int) -> tuple[Any, ...]:
 
 def _again_row(lease: Lease, outcome: Again, now: int) -> tuple[Any, ...]:
     attempt = lease.attempt if outcome.counted else lease.attempt - 1
-    return (attempt, now + round(outcome.delay * MICROSECONDS), lease.id, lease.fence)
+    due_at = now + round(outcome.delay * MICROSECONDS)
+    return (attempt, int(outcome.crashed), due_at, lease.id, lease.fence)

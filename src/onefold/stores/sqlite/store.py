@@ -16,14 +16,16 @@ import apsw
 from onefold import limits
 from onefold.clock import Clock, SystemClock, boot_id
 from onefold.envelope import Envelope
-from onefold.errors import ConfigurationError, StoreError
+from onefold.errors import ConfigurationError, LeaseLostError, StoreError
 from onefold.store import (
     Act,
     Attempt,
     Capabilities,
     Counts,
     Done,
+    Fenced,
     HandBack,
+    Lane,
     Lease,
     Outcome,
     Purged,
@@ -93,6 +95,16 @@ class SQLiteTransaction:
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self.brings_work = self.brings_work or _may_bring_work(settlements)
         return await self._run(self._session.settle, settlements)
+
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        self._refuse_late()
+        self.over = True
+        try:
+            await self._turn.conclude(partial(_settle_all, self._session, settlements))
+        except apsw.Error as error:
+            raise translated(error, self._store.path) from error
+        if self.brings_work or _may_bring_work(settlements):
+            self._store.ring()
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         self.brings_work = True
@@ -213,13 +225,19 @@ class SQLiteStore:
             opened.over = True
             await turn.end("ROLLBACK")
             raise
+        if opened.over:
+            return
         opened.over = True
         try:
             await turn.end("COMMIT")
         except apsw.Error as error:
             raise translated(error, self.path) from error
         if opened.brings_work:
-            self._wake.ring()
+            self.ring()
+
+    def ring(self) -> None:
+        """Tell whoever waits for work that there may be some."""
+        self._wake.ring()
 
     async def _begin(self, turn: Turn) -> None:
         try:
@@ -241,27 +259,39 @@ class SQLiteStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
         stored = await self._write(lambda session: session.put(envelopes, options))
-        self._wake.ring()
+        self.ring()
         return stored
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         won = await self._write(lambda session: session.settle(settlements))
         if _may_bring_work(settlements):
-            self._wake.ring()
+            self.ring()
         return won
 
     async def claim(
-        self, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str
+        self,
+        queues: Sequence[str],
+        *,
+        types: Sequence[str],
+        limit: int,
+        lease: float,
+        worker: str,
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         # Looking first keeps idle workers away from the write lock.
-        if not await self._read(lambda session: session.claim_possible(queues, types)):
+        if not await self._read(lambda session: session.claim_possible(queues, types, lane)):
             return []
         return await self._write(
-            lambda session: session.claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+            lambda session: session.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
         )
 
-    async def extend(self, leases: Sequence[Lease], *, lease: float, starting: bool = False) -> list[bool]:
+    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._write(lambda session: session.extend(leases, lease, starting))
+
+    async def restored(self) -> int:
+        ended = await self._write(lambda session: session.restored())
+        self.ring()
+        return ended
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         await self._wake.wait(timeout)
@@ -292,6 +322,13 @@ class SQLiteStore:
     async def registered(self, kind: str, name: str) -> Registered | None:
         return await self._read(lambda session: session.registered(kind, name))
 
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        return await self._read(lambda session: session.entries(kind))
+
+    async def now(self) -> int:
+        self._refuse_closed()
+        return self._clock.now()
+
     async def count(self) -> dict[str, Counts]:
         return await self._read(lambda session: session.count())
 
@@ -299,6 +336,13 @@ class SQLiteStore:
 def _may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
     return any(isinstance(o, HandBack) or (isinstance(o, Done) and o.sends) for _, o in settlements)
+
+
+def _settle_all(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+    """Settle all of them, or refuse: what is rolled back then is the work of somebody who was overtaken."""
+    for (lease, _), held in zip(settlements, session.settle(settlements), strict=True):
+        if not held:
+            raise LeaseLostError(f"message {lease.id} was taken over; its handler's work was rolled back")
 
 
 def _fetch(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[tuple[Any, ...]]:

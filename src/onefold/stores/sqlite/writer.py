@@ -46,8 +46,12 @@ class Turn(Protocol):
         """Run a blocking call inside the transaction."""
         ...
 
+    async def conclude(self, function: Callable[[], None]) -> None:
+        """Run a last call and commit; rolled back if it raises, and over in any case."""
+        ...
+
     async def end(self, statement: str) -> None:
-        """Commit or roll back; afterwards nothing of the transaction is open, even if this raises."""
+        """Commit or roll back unless it is over; afterwards nothing of the transaction is open, even if this raises."""
         ...
 
 
@@ -83,6 +87,16 @@ def end(session: Session, statement: str) -> None:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def conclude(session: Session, function: Callable[[], None]) -> None:
+    """Run a last call in the transaction and commit; if either fails, nothing of the transaction is left behind."""
+    try:
+        function()
+    except BaseException:
+        end(session, "ROLLBACK")
+        raise
+    end(session, "COMMIT")
 
 
 def run_together(session: Session, operations: list[Operation]) -> list[Any]:
@@ -198,6 +212,7 @@ class _ThreadTurn:
         self._writer = writer
         self._calls: SimpleQueue[tuple[_Call, str | None]] = SimpleQueue()
         self._queued = False
+        self._over = False
 
     async def begin(self) -> None:
         await self._ask(lambda: None, (), None)
@@ -206,8 +221,13 @@ class _ThreadTurn:
         answer: Answer = await self._ask(function, args, None)
         return answer
 
+    async def conclude(self, function: Callable[[], None]) -> None:
+        self._over = True
+        await self._ask(lambda: conclude(self._writer.session, function), (), "COMMIT")
+
     async def end(self, statement: str) -> None:
-        if self._queued:
+        if self._queued and not self._over:
+            self._over = True
             await self._ask(lambda: end(self._writer.session, statement), (), statement)
 
     def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], ending: str | None) -> asyncio.Future[Any]:
@@ -321,6 +341,13 @@ class _InlineTurn:
 
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
         return function(*args)
+
+    async def conclude(self, function: Callable[[], None]) -> None:
+        self._begun = False
+        try:
+            conclude(self._writer.session, function)
+        finally:
+            self._writer.give()
 
     async def end(self, statement: str) -> None:
         if not self._begun:

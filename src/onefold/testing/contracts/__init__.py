@@ -16,12 +16,14 @@ What a store does not claim in its ``Capabilities`` is not asked of it.
 
 from onefold.testing.contracts.bench import Bench, scenario
 from onefold.testing.contracts.claiming import ClaimContract
+from onefold.testing.contracts.concluding import ConcludeContract
 from onefold.testing.contracts.concurrency import ConcurrencyContract
 from onefold.testing.contracts.keys import KeyContract
 from onefold.testing.contracts.operating import OperatorContract
 from onefold.testing.contracts.purging import PurgeContract
 from onefold.testing.contracts.putting import PutContract
 from onefold.testing.contracts.settling import SettleContract
+from onefold.testing.contracts.supervising import SuperviseContract
 from onefold.testing.contracts.transactions import TransactionContract
 
 __all__ = ["Bench", "StoreContract", "scenario"]
@@ -35,6 +37,8 @@ class StoreContract(
     OperatorContract,
     PurgeContract,
     TransactionContract,
+    ConcludeContract,
+    SuperviseContract,
     ConcurrencyContract,
 ):
     """The whole contract."""

@@ -19,6 +19,7 @@ from onefold.store import (
     Dead,
     Done,
     Failure,
+    Lane,
     Lease,
     Outcome,
     PutOptions,
@@ -89,9 +90,11 @@ class Bench:
         types: Sequence[str] = ("task",),
         lease: float = LEASE,
         worker: str = "grace",
+        lane: Lane = Lane.ANY,
     ) -> list[Lease]:
         """Claim what is due."""
-        return await (store or self.store).claim(queues, types=types, limit=limit, lease=lease, worker=worker)
+        asked = store or self.store
+        return await asked.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
 
     async def leased(self, key: str | None = None, **fields: Any) -> Lease:
         """Send one message and claim it, while nothing else is due."""
@@ -105,6 +108,15 @@ class Bench:
         leases = await self.claim()
         assert len(leases) == 1
         return leases[0]
+
+    async def crashed(self, key: str | None = None, times: int = 1, **fields: Any) -> str:
+        """Send a message, let so many workers die with it, and return its id; it is due, nothing else may be."""
+        lease = await self.leased(key, **fields)
+        for _ in range(times - 1):
+            await self.store.settle([(lease, Again(0.0, None, counted=False, crashed=True))])
+            lease = await self.claim_only()
+        await self.store.settle([(lease, Again(0.0, None, counted=False, crashed=True))])
+        return lease.id
 
     async def settled(self, key: str | None, outcome: Outcome, **fields: Any) -> Lease:
         """Send one message, claim it and settle it, while nothing else is due."""

@@ -148,6 +148,22 @@ class OperatorContract(Contract):
         assert await ids(queue="default", states=(State.SCHEDULED,)) == {waiting}
 
     @scenario
+    async def test_find_by_ids_heeds_the_other_conditions_too(self, bench: Bench) -> None:
+        dead = (await bench.settled("a", DEAD)).id
+        mail = (await bench.put(queue="mail", message_type="other")).id
+        ids = (dead, mail)
+        for query, expected in (
+            (Query(ids=ids, states=(State.DEAD,)), [dead]),
+            (Query(ids=ids, queue="mail"), [mail]),
+            (Query(ids=ids, message_type="other"), [mail]),
+            (Query(ids=ids, correlation_id=dead), [dead]),
+            (Query(ids=ids, worker="grace"), []),
+            (Query(ids=ids, crashes=1), []),
+            (Query(ids=ids, after=min(ids)), [max(ids)]),
+        ):
+            assert [one.envelope.id for one in await bench.store.find(query)] == expected
+
+    @scenario
     async def test_pages_follow_the_ids_and_miss_nothing(self, bench: Bench) -> None:
         ids = []
         for number in range(7):
@@ -204,6 +220,20 @@ class OperatorContract(Contract):
         entry = await bench.store.registered("worker", "mail")
         assert entry is not None
         assert entry.value == b"worker mail"
+
+    @scenario
+    async def test_entries_returns_what_has_not_expired_of_one_kind(self, bench: Bench) -> None:
+        assert await bench.store.entries("queue") == {}
+        expires_at = bench.clock.now() + 10 * MICROSECONDS
+        async with bench.store.transaction() as transaction:
+            await transaction.register("queue", "mail", b"1", version=0)
+            await transaction.register("queue", "soon", b"2", version=0, expires_at=expires_at)
+            await transaction.register("worker", "mail", b"3", version=0)
+        entries = await bench.store.entries("queue")
+        assert {name: one.value for name, one in entries.items()} == {"mail": b"1", "soon": b"2"}
+        assert entries["mail"] == await bench.store.registered("queue", "mail")
+        bench.clock.advance(10.0)
+        assert set(await bench.store.entries("queue")) == {"mail"}
 
 
 async def _register(bench: Bench, value: bytes | None, *, version: int, expires_at: int | None = None) -> bool:

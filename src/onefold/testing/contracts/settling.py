@@ -11,7 +11,8 @@ from onefold.errors import KeyReuseError
 from onefold.store import Again, Attempt, Dead, Done, HandBack, Lease, Outcome, State
 from onefold.testing.contracts.bench import AGAIN, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
 
-_OUTCOMES: tuple[Outcome, ...] = (DONE, AGAIN, DEAD, HandBack(), Again(5.0, None, counted=False))
+_SNOOZED, _CRASHED = Again(5.0, None, counted=False), Again(5.0, FAILURE, counted=False, crashed=True)
+_OUTCOMES: tuple[Outcome, ...] = (DONE, AGAIN, DEAD, HandBack(), _SNOOZED, _CRASHED)
 
 
 class SettleContract(Contract):

@@ -11,15 +11,16 @@ from onefold.store import Done, State
 from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contract, scenario
 
 
-class _WrongError(Exception):
+class WrongError(Exception):
     """What goes wrong in these scenarios."""
 
 
-async def _effects(bench: Bench) -> list[int]:
+async def effects(bench: Bench) -> list[int]:
+    """Return what is in the caller's own table."""
     return [int(row[0]) for row in await bench.store.fetch("SELECT number FROM effect ORDER BY number")]
 
 
-async def _prepare(bench: Bench) -> None:
+async def prepare(bench: Bench) -> None:
     """Make the caller's own table; literals instead of parameters, because drivers write placeholders differently."""
     if not bench.store.capabilities.transactional:
         pytest.skip("the caller's rows are not in this store")
@@ -32,7 +33,7 @@ class TransactionContract(Contract):
 
     @scenario
     async def test_rows_sends_and_outcome_commit_together(self, bench: Bench) -> None:
-        await _prepare(bench)
+        await prepare(bench)
         lease = await bench.leased("parent")
         child, sent = bench.message("child"), bench.message("sent")
         async with bench.store.transaction() as transaction:
@@ -40,13 +41,13 @@ class TransactionContract(Contract):
             assert await transaction.execute("SELECT number FROM effect") == [(1,)]
             await transaction.put([sent])
             assert await transaction.settle([(lease, Done(b"1", sends=(child,)))]) == [True]
-        assert await _effects(bench) == [1]
+        assert await effects(bench) == [1]
         assert await bench.state(lease.id) is State.DONE
         assert {one.id for one in await bench.claim()} == {child.id, sent.id}
 
     @scenario
     async def test_a_transaction_that_raises_leaves_nothing_behind(self, bench: Bench) -> None:
-        await _prepare(bench)
+        await prepare(bench)
         lease = await bench.leased("parent")
         dead = await bench.settled("dead", DEAD)
         before = await bench.record(lease.id)
@@ -59,11 +60,11 @@ class TransactionContract(Contract):
                 assert await transaction.settle([(lease, Done(b"1", sends=(child,)))]) == [True]
                 assert await transaction.move([dead.id], State.SCHEDULED, ACT) == [dead.id]
                 assert await transaction.register("queue", "mail", b"1", version=0)
-                raise _WrongError
+                raise WrongError
 
-        with pytest.raises(_WrongError):
+        with pytest.raises(WrongError):
             await everything_and_then_fail()
-        assert await _effects(bench) == []
+        assert await effects(bench) == []
         assert await bench.record(lease.id) == before
         assert await bench.state(dead.id) is State.DEAD
         assert await bench.store.registered("queue", "mail") is None
@@ -74,7 +75,7 @@ class TransactionContract(Contract):
     @scenario
     async def test_a_stale_lease_takes_the_rows_of_its_handler_with_it(self, bench: Bench) -> None:
         """What the execution does with a lost lease: settle says no, so everything is rolled back."""
-        await _prepare(bench)
+        await prepare(bench)
         stale = await bench.leased("k")
         bench.clock.advance(LEASE)
         fresh = await bench.claim_only()
@@ -86,11 +87,11 @@ class TransactionContract(Contract):
                         raise LeaseLostError("taken over")
             except LeaseLostError:
                 assert lease is stale
-        assert await _effects(bench) == [2]
+        assert await effects(bench) == [2]
 
     @scenario
     async def test_a_failed_statement_of_the_caller_rolls_everything_back(self, bench: Bench) -> None:
-        await _prepare(bench)
+        await prepare(bench)
         lease = await bench.leased("k")
 
         async def write_twice() -> None:
@@ -101,7 +102,7 @@ class TransactionContract(Contract):
 
         with pytest.raises(Exception, match=r"(?i)unique"):
             await write_twice()
-        assert await _effects(bench) == []
+        assert await effects(bench) == []
         assert await bench.state(lease.id) is State.LEASED
         assert await bench.store.settle([(lease, DONE)]) == [True]
 
@@ -133,16 +134,16 @@ class TransactionContract(Contract):
         async def purge_and_fail() -> None:
             async with bench.store.transaction() as transaction:
                 assert (await transaction.purge()).messages == 1
-                raise _WrongError
+                raise WrongError
 
-        with pytest.raises(_WrongError):
+        with pytest.raises(WrongError):
             await purge_and_fail()
         assert await bench.state(lease.id) is State.DONE
 
     @scenario
     async def test_a_transaction_cancelled_at_any_moment_leaves_the_store_usable(self, bench: Bench) -> None:
         """A handler may be cancelled while its transaction begins, works or commits; the next one must not suffer."""
-        await _prepare(bench)
+        await prepare(bench)
 
         async def work(number: int) -> None:
             async with bench.store.transaction() as transaction:
@@ -153,20 +154,20 @@ class TransactionContract(Contract):
         for turns in range(12):
             task = asyncio.create_task(work(turns))
             for _ in range(turns):
-                await _turn()
+                await one_turn()
             task.cancel()
             await asyncio.wait([task])
             finished += not task.cancelled()
             assert not (await bench.put(f"next-{turns}")).duplicate
             async with bench.store.transaction() as transaction:
                 await transaction.execute(f"INSERT INTO effect VALUES ({100 + turns})")
-        kept = [number for number in await _effects(bench) if number < 100]
+        kept = [number for number in await effects(bench) if number < 100]
         for number in range(12):
             assert (await bench.put(f"cancelled-{number}")).duplicate is (number in kept)
         assert len(kept) >= finished
 
 
-async def _turn() -> None:
+async def one_turn() -> None:
     """Let every task that is ready go one step."""
     turn = asyncio.Event()
     asyncio.get_running_loop().call_soon(turn.set)

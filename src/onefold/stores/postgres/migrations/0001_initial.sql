@@ -9,6 +9,11 @@ CREATE FUNCTION onefold.clock() RETURNS bigint
 LANGUAGE sql VOLATILE PARALLEL SAFE
 AS 'SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint';
 
+-- Ends a transaction whose lease was taken over, before the COMMIT that is already on its way.
+CREATE FUNCTION onefold.refuse_stale() RETURNS boolean
+LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
+AS 'BEGIN RAISE EXCEPTION ''the lease was taken over'' USING ERRCODE = ''OF001''; END';
+
 CREATE TABLE onefold.message (
     id uuid PRIMARY KEY,
     message_type text COLLATE "C" NOT NULL,
@@ -56,6 +61,8 @@ CREATE TABLE onefold.delivery (
 CREATE INDEX delivery_due ON onefold.delivery (queue, due_at) WHERE state = 0;
 -- Leases that may have run out.
 CREATE INDEX delivery_lease ON onefold.delivery (lease_until) WHERE state = 1;
+-- Messages that workers died with: few, and some workers take nothing else.
+CREATE INDEX delivery_crashed ON onefold.delivery (queue, due_at) WHERE crashes > 0;
 
 CREATE TABLE onefold.outcome (
     id uuid PRIMARY KEY,

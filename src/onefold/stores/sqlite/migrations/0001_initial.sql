@@ -42,6 +42,8 @@ CREATE TABLE onefold_delivery (
 CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, due_at) WHERE state = 0;
 -- Leases that may have run out.
 CREATE INDEX onefold_delivery_lease ON onefold_delivery (lease_until) WHERE state = 1;
+-- The few that a worker died with, for those who run or judge them apart.
+CREATE INDEX onefold_delivery_crashed ON onefold_delivery (queue, due_at) WHERE crashes > 0;
 
 CREATE TABLE onefold_outcome (
     id TEXT NOT NULL PRIMARY KEY,

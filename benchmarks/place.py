@@ -1,0 +1,110 @@
+"""Where and how one measure is taken, and what every measure needs: a database, a sender and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.board import Board
+from benchmarks.contender import Mode
+from benchmarks.contenders import Launch, launch
+from benchmarks.engines import Engine
+from benchmarks.processes import Agent, crew, started
+
+_LOOK_SECONDS = 0.002
+
+#: By row and series: the figures of one round, or of several that a measure took by itself.
+Figures = dict[str, dict[str, list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    rounds: int
+    send_seconds: float
+    drain_seconds: float
+    latency_seconds: float
+    idle_seconds: float
+    kept_messages: int
+    foreign_seconds: float
+
+
+FULL = Scale(
+    rounds=5,
+    send_seconds=0.8,
+    drain_seconds=1.5,
+    latency_seconds=8.0,
+    idle_seconds=15.0,
+    kept_messages=5_000_000,
+    foreign_seconds=300.0,
+)
+QUICK = Scale(
+    rounds=1,
+    send_seconds=0.3,
+    drain_seconds=0.5,
+    latency_seconds=2.5,
+    idle_seconds=5.0,
+    kept_messages=200_000,
+    foreign_seconds=20.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One measure of one contender."""
+
+    engine: Engine
+    directory: Path
+    row: str
+    contender: str
+    scale: Scale
+    #: What earlier rounds found out, by row and contender: how many messages fill a measure.
+    known: dict[tuple[str, str], int]
+
+    @asynccontextmanager
+    async def sender(self, mode: Mode = Mode.PLAIN) -> AsyncIterator[tuple[Agent, str]]:
+        """Give a sender that is connected to a database of its own, and the database's URL."""
+        url = self.engine.create()
+        try:
+            async with self.sender_to(url, mode) as agent:
+                yield agent, url
+        finally:
+            self.engine.drop(url)
+
+    @asynccontextmanager
+    async def sender_to(self, url: str, mode: Mode = Mode.PLAIN) -> AsyncIterator[Agent]:
+        """Give one more sender that is connected to the database."""
+        how = self._launch(url, mode)
+        async with started(how, self.directory) as agent:
+            await agent.ask("setup")
+            yield agent
+
+    def workers(self, url: str, board: Board, mode: Mode = Mode.PLAIN) -> AbstractAsyncContextManager[list[Agent]]:
+        """Run one worker per file of the board for the length of the block."""
+        return crew(self._launch(url, mode), self.directory, board.paths)
+
+    def _launch(self, url: str, mode: Mode) -> Launch:
+        how = launch(self.engine.name, self.contender, mode, url)
+        return Launch(how.command, {**self.engine.environment, **how.environment})
+
+    def figure(self, value: float) -> Figures:
+        return {self.row: {self.contender: [value]}}
+
+
+async def wait_for(board: Board, runs: int, workers: Sequence[Agent], *, seconds: float = 60.0) -> None:
+    """Return when so many handlers have started; a worker that died or takes too long is a failure."""
+    until = time.perf_counter() + seconds
+    while board.ran < runs:
+        for worker in workers:
+            worker.check()
+        if time.perf_counter() > until:
+            raise RuntimeError(f"{board.ran} of {runs} handlers had started after {seconds:g} s")
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+Measure = Callable[[Place], Awaitable[Figures]]

@@ -1,0 +1,102 @@
+"""What is measured, and who takes turns with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.contenders import OURS, RAW
+from benchmarks.measures import claiming, draining, latency, resources, sending
+from benchmarks.measures.latency import P95
+from benchmarks.measures.resources import STATEMENTS
+from benchmarks.peers import PEERS
+from benchmarks.place import Measure
+
+RATE = "/s"
+_ALONE = {"sqlite": (OURS,), "postgres": (OURS,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the report."""
+
+    name: str
+    title: str
+    unit: str = RATE
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A measure and its contenders per store, in the order in which they take turns."""
+
+    measure: Measure
+    contenders: Mapping[str, tuple[str, ...]]
+    rows: tuple[Row, ...]
+    #: Where a measure is long, or takes rounds by itself.
+    rounds_max: int = 5
+
+    @property
+    def code(self) -> str:
+        return self.rows[0].name
+
+    def taking_part(self, store: str, peers: set[str]) -> list[str]:
+        return [name for name in self.contenders.get(store, ()) if name not in PEERS or name in peers]
+
+
+WORKLOADS = (
+    Workload(
+        sending.one_by_one,
+        {"sqlite": (RAW, OURS, "persist-queue"), "postgres": (RAW, OURS, "pgqueuer")},
+        (Row("S1", "send one by one"),),
+    ),
+    Workload(sending.from_many, _ALONE, (Row("S2", "send, 100 at once"),)),
+    Workload(
+        sending.in_bulk,
+        {"sqlite": (RAW, OURS), "postgres": (RAW, OURS, "pgqueuer", "graphile")},
+        (Row("S3", "send in bulk"),),
+    ),
+    Workload(
+        draining.with_one,
+        {"sqlite": (RAW, OURS, "huey"), "postgres": (RAW, OURS, "pgqueuer", "graphile")},
+        (Row("S4", "drain, 1 process"),),
+    ),
+    Workload(
+        draining.with_two,
+        {"sqlite": (RAW, OURS), "postgres": (RAW, OURS, "pgqueuer", "graphile")},
+        (Row("S5", "drain, 2 processes"),),
+    ),
+    Workload(
+        draining.with_own_row,
+        {"sqlite": (RAW, OURS), "postgres": (RAW, OURS)},
+        (Row("S6", "drain with own row"),),
+    ),
+    Workload(
+        draining.with_steps,
+        {"sqlite": (RAW, OURS, "DBOS"), "postgres": (RAW, OURS, "absurd", "DBOS")},
+        (Row("S7", "workflow, 5 steps"),),
+        rounds_max=3,
+    ),
+    Workload(
+        latency.under_light_load,
+        {"sqlite": (OURS, "litequeue"), "postgres": (OURS, "huey", "pgqueuer", "graphile")},
+        (Row("S8", "latency p50, 20/s", "ms"), Row(P95, "latency p95, 20/s", "ms")),
+        rounds_max=3,
+    ),
+    Workload(
+        resources.idle,
+        _ALONE,
+        (Row("S9", "idle worker", "% of a core"), Row(STATEMENTS, "idle worker, statements")),
+        rounds_max=1,
+    ),
+    Workload(
+        claiming.with_history, _ALONE, (Row("S10", "claim of 100, history kept", "ms"),), rounds_max=1
+    ),
+    Workload(draining.with_poison, _ALONE, (Row("S11", "drain with 5 % poison"),), rounds_max=3),
+    Workload(
+        claiming.beside_foreign_transaction,
+        {"postgres": (OURS,)},
+        (Row("S12", "claim of 100, foreign tx open", "ms"),),
+        rounds_max=1,
+    ),
+    Workload(resources.memory, _ALONE, (Row("S13", "memory, 10,000 running", "MB"),), rounds_max=1),
+)

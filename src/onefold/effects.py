@@ -1,0 +1,196 @@
+"""Stage 7, handle: the effect ledger, for calls to the outside that are not to be made twice.
+
+Before such a call its intent is recorded, after it the outcome.  Who dies in between leaves the effect *uncertain*:
+it may or may not have happened.  Then it is not simply tried again.  A probe decides, or a provider that still
+remembers our key makes a second call harmless, or the message is parked until a person has found out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Generic, Literal, TypeVar
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, to_datetime
+from onefold.codec import ResultCodec, result_codec
+from onefold.errors import HandlerError, Reject, Retry, Snooze, UncertainError, seconds
+from onefold.journal import encode
+from onefold.step import Step, StepKind
+from onefold.store import Act, Store
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Happened(Generic[R]):
+    """A probe's answer: the effect happened, and this is what the call would have returned."""
+
+    value: R
+
+
+@dataclass(frozen=True, slots=True)
+class NotHappened:
+    """A probe's answer: the effect did not happen, so it may be tried."""
+
+
+#: Asks the outside whether an uncertain effect happened.  When it cannot tell, it raises: it will be asked again.
+Reconcile = Callable[[], Awaitable[Happened[R] | NotHappened]]
+Call = Callable[[], Awaitable[R]] | Callable[[], R]
+
+Record = Callable[[Sequence[Step]], Awaitable[list[Step]]]
+Load = Callable[[], Awaitable[Iterable[Step]]]
+
+#: Raised by a call, these say that it was not done; any other exception leaves that open.
+NOT_DONE = (Retry, Reject, Snooze)
+
+_NOTHING = encode(None)
+
+
+class Ledger:
+    """The effects of one claimed message, or of one step of a run.
+
+    ``within`` comes before every name; ``now`` is the store's time, not earlier than a lease's length ago.
+    """
+
+    def __init__(self, message_id: str, load: Load, record: Record, now: Callable[[], int], within: str = "") -> None:
+        self._message_id = message_id
+        self._load = load
+        self._record = record
+        self._now = now
+        self._within = within
+        self._lines: dict[tuple[str, StepKind], Step] | None = None
+        self._used: set[str] = set()
+        #: Set when a person is needed, whatever the handler makes of the exception.
+        self.uncertain: UncertainError | None = None
+
+    async def once(
+        self, name: str, call: Call[R], reconcile: Reconcile[R] | None, keeps_keys_for: timedelta | float | None
+    ) -> R:
+        """See ``Context.once``."""
+        line = self._within + limits.check_step_name("effect", name)
+        if line in self._used:
+            raise HandlerError(f"once({name!r}) was used before in this run; give each effect a name of its own")
+        self._used.add(line)
+        try:
+            return await self._once(line, call, reconcile, None if keeps_keys_for is None else seconds(keeps_keys_for))
+        except BaseException:
+            self._used.discard(line)  # a handler may ask again, and will find it uncertain
+            raise
+
+    async def _once(self, line: str, call: Call[R], reconcile: Reconcile[R] | None, keeps_keys_for: float | None) -> R:
+        codec = result_codec(call, most=limits.RESULT_BYTES_MAX)
+        if self._lines is None:
+            self._lines = {(step.name, step.kind): step for step in await self._load()}
+        if (known := self._lines.get((line, StepKind.EFFECT))) is not None:
+            outcome: R = codec.decode(known.value)
+            return outcome
+        tries = intents(line, self._lines)
+        opened = tries[-1] if tries and (tries[-1].name, StepKind.VOID) not in self._lines else None
+        if opened is None:
+            await self._write(_intent(line, len(tries)))
+        elif reconcile is not None:
+            answer = await reconcile()
+            if isinstance(answer, Happened):
+                return await self._finish(line, codec, answer.value)
+            if not isinstance(answer, NotHappened):
+                raise HandlerError(f"reconcile= of {line} answered {answer!r}; return Happened(value) or NotHappened()")
+            await self._write(Step(opened.name, StepKind.VOID, _NOTHING), _intent(line, len(tries)))
+        else:
+            self._refuse_blind(line, opened, keeps_keys_for)
+        return await self._call(line, codec, call, max(len(tries) - 1, 0) if opened and not reconcile else len(tries))
+
+    async def _call(self, line: str, codec: ResultCodec, call: Call[R], number: int) -> R:
+        try:
+            value: Any = call()
+            if inspect.isawaitable(value):
+                value = await value
+        except NOT_DONE:
+            await self._write(Step(_try_line(line, number), StepKind.VOID, _NOTHING))
+            raise
+        return await self._finish(line, codec, value)
+
+    async def _finish(self, line: str, codec: ResultCodec, value: Any) -> Any:
+        (stands,) = await self._write(Step(line, StepKind.EFFECT, codec.encode(value)))
+        return codec.decode(stands.value)
+
+    async def _write(self, *steps: Step) -> list[Step]:
+        recorded = await self._record(steps)
+        assert self._lines is not None
+        self._lines.update(((step.name, step.kind), step) for step in recorded)
+        return recorded
+
+    def _refuse_blind(self, line: str, opened: Step, keeps_keys_for: float | None) -> None:
+        """Allow a second call only while the provider is sure to know our key from the first."""
+        why = "and there is no reconcile= to ask"
+        if keeps_keys_for is not None:
+            # The time is known only to a lease's length, so that much is left to spare.
+            if self._now() - opened.at < (keeps_keys_for - limits.LEASE) * MICROSECONDS:
+                return
+            why = f"and the provider may have forgotten its key, which it keeps for {keeps_keys_for:g} s"
+        self.uncertain = UncertainError(self._message_id, line, why)
+        raise self.uncertain
+
+
+def _intent(line: str, number: int) -> Step:
+    return Step(_try_line(line, number), StepKind.INTENT, _NOTHING)
+
+
+def _try_line(line: str, number: int) -> str:
+    return f"{line}!{number}"
+
+
+def intents(line: str, lines: dict[tuple[str, StepKind], Step]) -> list[Step]:
+    """Return how often an effect was begun, oldest first."""
+    found: list[Step] = []
+    while (step := lines.get((_try_line(line, len(found)), StepKind.INTENT))) is not None:
+        found.append(step)
+    return found
+
+
+# for people
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One effect of a message as people see it."""
+
+    name: str
+    state: Literal["done", "uncertain", "not done"]
+    #: When it was last begun, and how often.
+    began_at: datetime
+    tries: int
+
+
+def entries(steps: Iterable[Step]) -> list[LedgerEntry]:
+    """Return the effects in a journal, in the order in which they were first begun."""
+    lines = {(step.name, step.kind): step for step in steps}
+    found: list[LedgerEntry] = []
+    for name, kind in lines:
+        if kind is not StepKind.INTENT or not name.endswith("!0"):
+            continue
+        line = name.removesuffix("!0")
+        tries = intents(line, lines)
+        state: Literal["done", "uncertain", "not done"] = "uncertain"
+        if (line, StepKind.EFFECT) in lines:
+            state = "done"
+        elif (tries[-1].name, StepKind.VOID) in lines:
+            state = "not done"
+        found.append(LedgerEntry(line, state, to_datetime(tries[-1].at), len(tries)))
+    return found
+
+
+async def resolve(store: Store, message_id: str, name: str, *, happened: bool, value: Any, act: Act) -> bool:
+    """Say what became of an uncertain effect, and let the message run again if it was parked; see ``App.resolve``."""
+    found = [entry for entry in entries(await store.steps(message_id)) if entry.name == name]
+    if not found or found[0].state != "uncertain":
+        return False
+    if happened:
+        told = Step(name, StepKind.EFFECT, encode(value))
+    else:
+        told = Step(_try_line(name, found[0].tries - 1), StepKind.VOID, _NOTHING)
+    async with store.transaction() as transaction:
+        stands = await transaction.record(message_id, [told], act=act)
+    return [step.value for step in stands] == [told.value]

@@ -1,0 +1,113 @@
+"""For people: which workers there are, as each is entered in the register for as long as somebody vouches for it.
+
+The entries are for reading only: nothing about a message is ever decided by them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, Clock
+from onefold.errors import StoreUnavailableError
+from onefold.store import Store
+
+logger = logging.getLogger("onefold")
+
+#: The kind of the entries in the register.
+KIND = "worker"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as people see it, at the moment ``checked_at``."""
+
+    name: str
+    host: str
+    pid: int
+    started_at: int
+    version: str
+    queues: list[str]
+    concurrency: int
+    #: ``any``, or what its supervisor has it for: ``main`` or ``probation``.
+    lane: str
+    #: The process that watches it; None when it watches itself.
+    parent: int | None = None
+    running: int
+    settled: int
+    checked_at: int
+    #: For how many seconds its event loop had not moved.
+    stalled_seconds: float = 0.0
+
+
+_decode = msgspec.json.Decoder(WorkerRecord).decode
+
+
+def worker_name(pid: int, chance: random.Random) -> str:
+    """Name a worker; the random part tells a restarted process from its predecessor."""
+    return f"{host_name()}-{pid}-{chance.getrandbits(32):08x}"
+
+
+def host_name() -> str:
+    """Return this machine's name, as part of a worker's name."""
+    allowed = (letter if letter.isascii() and letter.isalnum() else "-" for letter in socket.gethostname().lower())
+    return "".join(allowed)[:24].strip("-") or "host"
+
+
+class Roll:
+    """Enters workers into the register and strikes them off; an entry that is not renewed expires."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._versions: dict[str, int] = {}
+
+    async def enter(self, records: Sequence[WorkerRecord]) -> None:
+        """Write what is known of these workers, in one commit."""
+        expires_at = self._clock.now() + round(limits.WORKER_ENTRY_SECONDS * MICROSECONDS)
+        async with self._store.transaction() as transaction:
+            written = [
+                await transaction.register(
+                    KIND, one.name, _encode(one), version=self._versions.get(one.name, 0), expires_at=expires_at
+                )
+                for one in records
+            ]
+        for record, mine in zip(records, written, strict=True):
+            if mine:
+                self._versions[record.name] = self._versions.get(record.name, 0) + 1
+            else:
+                # The answer to an earlier write was lost, or the entry had expired: the next write will be right.
+                known = await self._store.registered(KIND, record.name)
+                self._versions[record.name] = 0 if known is None else known.version
+
+    async def vouch(self, describe: Callable[[], WorkerRecord]) -> None:
+        """Keep one worker entered until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.enter([describe()])
+                except StoreUnavailableError as error:
+                    logger.warning("store_unavailable doing=register error=%s", error)
+                await self._clock.sleep(limits.WORKER_CHECK_SECONDS)
+        finally:
+            await self.strike(describe().name)
+
+    async def strike(self, name: str) -> None:
+        """Remove a worker's entry; one that cannot be removed now expires by itself."""
+        if version := self._versions.pop(name, 0):
+            with suppress(StoreUnavailableError):
+                async with self._store.transaction() as transaction:
+                    await transaction.register(KIND, name, None, version=version)
+
+
+async def workers(store: Store) -> list[WorkerRecord]:
+    """Return the workers somebody vouched for within the last minute, by name."""
+    found = await store.entries(KIND)
+    return sorted((_decode(entry.value) for entry in found.values()), key=lambda record: record.name)

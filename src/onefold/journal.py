@@ -1,0 +1,210 @@
+"""Stage 7, handle: what one run has done so far, and what of it is not written down yet.
+
+A workflow is run again from its beginning whenever its run is claimed.  What it did before is not done again: each
+thing it asks for has a name, made of what it is and how often that was asked for, and the journal has the answer.
+Asked for something that the journal does not have although it goes on with something else, the code has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
+from onefold.errors import LimitError, ReplayError
+from onefold.step import Note, Step, StepKind, child_line
+from onefold.store import Ended, Failure
+
+logger = logging.getLogger("onefold")
+
+#: Kinds that stand for what the code asked for, under the name it asked with.
+_ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
+_STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
+
+encode = msgspec.json.Encoder().encode
+decode_failure = msgspec.json.Decoder(Failure).decode
+_decode_ended = msgspec.json.Decoder(Ended).decode
+_decode_text = msgspec.json.Decoder(str | None).decode
+_decode_seconds = msgspec.json.Decoder(float).decode
+
+
+class Retried(msgspec.Struct, frozen=True):
+    """One failed try of a step, after which another is to come."""
+
+    failure: Failure | None
+    delay: float
+    #: Whether it used up one of the step's attempts.
+    counted: bool
+
+
+class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message that left with the journal."""
+
+    id: str
+    #: It was there before, sent by somebody else under the same key: it does not report to this run.
+    foreign: bool = False
+
+
+_decode_retried = msgspec.json.Decoder(Retried).decode
+_decode_sent = msgspec.json.Decoder(Sent).decode
+
+
+class Journal:
+    """The steps of one run as its owner knows them."""
+
+    def __init__(self, run_id: str, steps: Iterable[Step] = (), *, replay_count: int = 0) -> None:
+        self._run_id = run_id
+        self._replay_count = replay_count
+        self._lines: dict[tuple[str, StepKind], Step] = {}
+        #: Names the code has not asked for yet, by the branch they lie in, in the order they were recorded.
+        self._unasked: dict[str, dict[str, None]] = {}
+        self._mailbox: dict[str, list[Step]] = {}
+        self._taken: set[str] = set()
+        self._ordinals: Counter[str] = Counter()
+        #: How many steps the code has asked for.
+        self.asked = 0
+        #: How often a person made the run go back.
+        self.restarts = 0
+        #: Written with the next record, because nobody needs to know before.
+        self.pending: list[Step] = []
+        self.sends: list[Envelope] = []
+        self.notes: list[Note] = []
+        for step in steps:
+            self._read(step)
+
+    def _read(self, step: Step) -> None:
+        if step.kind is StepKind.SIGNAL:
+            self._mailbox.setdefault(step.name.partition("/")[0], []).append(step)
+            return
+        self._lines[step.name, step.kind] = step
+        if step.kind is StepKind.RESTART:
+            self.restarts += 1
+        elif step.kind is StepKind.TAKEN and (taken := _decode_text(step.value)) is not None:
+            self._taken.add(taken)
+        if name := _asked_for(step):
+            self._unasked.setdefault(branch_of(name), {})[name] = None
+
+    # names
+
+    def ordinal(self, what: str) -> int:
+        """Say the how-manieth of its kind this is that the code asks for."""
+        self._ordinals[what] += 1
+        return self._ordinals[what]
+
+    def name(self, branch: str, what: str) -> str:
+        """Name the next step of this kind that the code asks for in this branch."""
+        name = f"{branch}{what}#{self.ordinal(branch + what)}"
+        if len(name) > limits.STEP_NAME_BYTES_MAX:
+            raise LimitError(
+                "step", f"{name!r} has {len(name)} bytes; at most {limits.STEP_NAME_BYTES_MAX} are allowed: nest less"
+            )
+        self.asked += 1
+        if self.asked > limits.STEPS_MAX:
+            raise LimitError("steps", f"more than {limits.STEPS_MAX} in one run; give parts of the work to children")
+        if self.asked == _STEPS_WARNED:
+            logger.warning("many_steps run_id=%s steps=%d most=%d", self._run_id, self.asked, limits.STEPS_MAX)
+        self._unasked.get(branch, {}).pop(name, None)
+        return name
+
+    def begin(self, name: str) -> None:
+        """Something new is about to be done: refuse if the journal goes on otherwise."""
+        if unasked := self._unasked.get(branch_of(name)):
+            raise ReplayError(self._run_id, code=name, journal=next(iter(unasked)))
+        for kind in _ASKED:
+            if (name, kind) in self._lines:
+                told = f"{name} as a {kind.name.lower()}"
+                raise ReplayError(self._run_id, code=f"{name} as something else", journal=told)
+
+    def end(self) -> None:
+        """The code is through: refuse if the journal says that there was more."""
+        for unasked in self._unasked.values():
+            for name in unasked:
+                raise ReplayError(self._run_id, code="that it is over", journal=name)
+
+    # lines
+
+    def find(self, name: str, kind: StepKind, fingerprint: bytes = b"") -> Step | None:
+        """Return a line; raises ``ReplayError`` if it was recorded for other arguments."""
+        step = self._lines.get((name, kind))
+        if step is not None and fingerprint and step.fingerprint and step.fingerprint != fingerprint:
+            raise ReplayError(self._run_id, code=f"{name} with these arguments", journal=f"{name} with others")
+        return step
+
+    def within(self, name: str) -> list[Step]:
+        """Return what was recorded inside one step: its effects."""
+        inside = f"{name}/"
+        return [step for (one, _), step in self._lines.items() if one.startswith(inside)]
+
+    def add(self, steps: Iterable[Step]) -> None:
+        """Take in what was recorded."""
+        for step in steps:
+            self._lines[step.name, step.kind] = step
+
+    def take_pending(self) -> list[Step]:
+        """Hand over what is to be written with the next record."""
+        pending, self.pending = self.pending, []
+        return pending
+
+    # what the lines mean
+
+    def tries(self, name: str) -> list[tuple[Step, Retried]]:
+        """Return the failed tries of a step since the run was last redriven."""
+        found: list[tuple[Step, Retried]] = []
+        while (step := self._lines.get((self.try_line(name, len(found)), StepKind.RETRY))) is not None:
+            found.append((step, _decode_retried(step.value)))
+        return found
+
+    def try_line(self, name: str, number: int) -> str:
+        """Name the line of a failed try; a redrive begins anew."""
+        return f"{name}!{self._replay_count}.{number}"
+
+    def sent(self, name: str, fingerprint: bytes) -> Sent | None:
+        """Return the message that was sent under this name."""
+        step = self.find(name, StepKind.SENT, fingerprint)
+        return None if step is None else _decode_sent(step.value)
+
+    def ended(self, name: str) -> Ended | None:
+        """Return how a child ended, the last time it did."""
+        number, found = 0, None
+        while (step := self._lines.get((child_line(name, number), StepKind.CHILD))) is not None:
+            number, found = number + 1, _decode_ended(step.value)
+        return found
+
+    def take_signal(self, name: str, signal: str) -> Step | None:
+        """Return the signal this wait was given, or the oldest that none was; None when there is none."""
+        taken = self.find(name, StepKind.TAKEN)
+        for step in self._mailbox.get(signal, ()):
+            if taken is not None:
+                if step.name == _decode_text(taken.value):
+                    return step
+            elif step.name not in self._taken:
+                self._taken.add(step.name)
+                self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
+                return step
+        return None
+
+
+def due_at(timer: Step) -> int:
+    """Return when a timer's time is over."""
+    return timer.at + round(_decode_seconds(timer.value) * MICROSECONDS)
+
+
+def branch_of(name: str) -> str:
+    """Return the branch a step lies in, with its slash; empty for the workflow itself."""
+    return name[: name.rfind("/") + 1]
+
+
+def _asked_for(step: Step) -> str | None:
+    """Return the name of the step for which the code has written this line, if the line tells."""
+    if step.kind in _ASKED:
+        return step.name
+    if step.kind is StepKind.RETRY:
+        return step.name.rpartition("!")[0]
+    if step.kind is StepKind.INTENT:
+        return branch_of(step.name)[:-1]
+    return None

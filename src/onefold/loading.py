@@ -1,0 +1,38 @@
+"""Entry: what every process of a worker does first: find the app that a person named, and set up its log."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+from onefold.app import App
+from onefold.errors import ConfigurationError
+
+
+def load_app(where: str) -> App:
+    """Import the app a person named on the command line."""
+    module_name, _, name = where.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module_name), name or "app")
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise
+        raise ConfigurationError(
+            f"there is no module {module_name!r} here; write MODULE:APP, such as shop:app"
+        ) from error
+    except AttributeError as error:
+        raise ConfigurationError(f"module {module_name!r} has no {name or 'app'!r}") from error
+    if not isinstance(found, App):
+        raise ConfigurationError(f"{where} is a {type(found).__name__}, not an App")
+    return found
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Log to standard error, one event per line, unless the app has set up something else."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )

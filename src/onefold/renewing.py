@@ -1,0 +1,75 @@
+"""Stage 6, lease: keeping what a worker holds, and letting go of what it has lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, Clock
+from onefold.errors import StoreUnavailableError
+from onefold.settling import Held
+from onefold.slots import Slots
+from onefold.store import Store
+
+logger = logging.getLogger("onefold")
+
+#: Leases renewed by one statement, so that ten thousand of them do not keep others from the store.
+_TOGETHER_MAX = 1_000
+
+
+class Renewer:
+    """Renews every lease in ``held``, by message id; what is lost is marked so, and its handler cancelled."""
+
+    def __init__(
+        self, store: Store, clock: Clock, held: Mapping[str, Held], lease_seconds: float, slots: Slots | None
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._held = held
+        self._lease_seconds = lease_seconds
+        self._slots = slots
+
+    async def run(self) -> None:
+        """Renew again and again, until cancelled."""
+        while True:
+            asked_at = self._clock.steady()
+            held = list(self._held.values())
+            kept = await self._renew(held)
+            if overdue := self._overdue(held):
+                # The answer may have taken longer than a lease lasts: ask once more before giving them up.
+                await self._renew(overdue)
+            for one in self._overdue(held):
+                _lose(one)
+            if kept and self._slots is not None:
+                self._slots.renewed(asked_at)
+            await self._clock.sleep(self._lease_seconds / limits.RENEWALS_PER_LEASE)
+
+    def _overdue(self, held: list[Held]) -> list[Held]:
+        now = self._clock.steady()
+        return [one for one in held if not one.lost and one.until <= now and self._held.get(one.lease.id) is one]
+
+    async def _renew(self, held: list[Held]) -> bool:
+        """Renew these; False when the store could not be asked about all of them."""
+        for start in range(0, len(held), _TOGETHER_MAX):
+            together = held[start : start + _TOGETHER_MAX]
+            asked_at = self._clock.steady()
+            try:
+                kept = await self._store.extend([one.lease for one in together], lease=self._lease_seconds)
+            except StoreUnavailableError as error:
+                logger.warning("store_unavailable doing=extend messages=%d error=%s", len(held) - start, error)
+                return False
+            until = asked_at + round(self._lease_seconds * MICROSECONDS)
+            for one, mine in zip(together, kept, strict=True):
+                if mine:
+                    one.until = until
+                elif self._held.get(one.lease.id) is one:
+                    one.taken_over = True
+                    _lose(one)
+        return True
+
+
+def _lose(held: Held) -> None:
+    held.lost = True
+    if held.runner is not None:
+        held.runner.cancel()

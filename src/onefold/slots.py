@@ -1,0 +1,167 @@
+"""Stage 6, lease: what a process has begun, written where its parent can read it, whatever becomes of the process.
+
+A board is a piece of memory that a worker process and its supervisor share.
+The worker writes one slot per message whose handler it starts; the supervisor only reads.
+Nothing is locked: what counts is written last and wiped first, so a slot read halfway is an empty one,
+and whoever acts on a slot names its fence, so a slot that is out of date changes nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from onefold import limits
+
+#: A slot's last word: nothing, a handler that runs, or one that returned and is not settled yet.
+_EMPTY, _RUNNING, _FINISHED = 0, 1, 2
+
+#: The id and its length, when the handler started, when its process is to be killed (0: never), the fence, the state.
+_SLOT = struct.Struct(f"={limits.ID_BYTES_MAX}sqqqqq")
+#: Words of eight bytes: beat, renewed_at, settled, memory, slots ever used, and room for more.
+_HEADER_BYTES = 64
+_BEAT, _RENEWED_AT, _SETTLED, _MEMORY, _USED = range(5)
+_SLOT_WORDS = _SLOT.size // 8
+_HEADER_WORDS = _HEADER_BYTES // 8
+
+
+class Slot(NamedTuple):
+    """A message that a process has begun, and what it is known by."""
+
+    id: str
+    fence: int
+    started_at: int
+    #: When its process is to be killed, on the steady clock; 0 means never.
+    deadline: int
+    #: Its handler is over; only its outcome is not in the store yet.
+    finished: bool
+
+
+class Slots(Protocol):
+    """Where a worker says what it begins, for somebody who outlives it."""
+
+    def start(self, message_id: str, fence: int, *, at: int, deadline: int) -> int:
+        """Say that a handler is about to run, and return the number of its slot."""
+        ...
+
+    def finish(self, number: int) -> None:
+        """Say that the handler is over."""
+        ...
+
+    def clear(self, number: int) -> None:
+        """Say that the message is settled, or no longer ours."""
+        ...
+
+    def renewed(self, at: int) -> None:
+        """Say that every lease held was good at this moment of the steady clock."""
+        ...
+
+    def count(self, settled: int) -> None:
+        """Say how many messages were settled."""
+        ...
+
+
+class Board:
+    """The shared memory of one worker process and its supervisor."""
+
+    def __init__(self, descriptor: int, capacity: int) -> None:
+        self.descriptor = descriptor
+        self._capacity = capacity
+        self._memory = mmap.mmap(descriptor, _size(capacity))
+        self._words = memoryview(self._memory).cast("q")
+        self._free: list[int] = []
+        self._used = 0
+
+    @classmethod
+    def create(cls, capacity: int) -> Board:
+        """Make the memory; it is gone when the last process that has it ends."""
+        descriptor = unnamed_file("onefold-board")
+        os.ftruncate(descriptor, _size(capacity))
+        return cls(descriptor, capacity)
+
+    def close(self) -> None:
+        """Let go of the memory; the other process keeps its own hold of it."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+    # written by the worker
+
+    def start(self, message_id: str, fence: int, *, at: int, deadline: int) -> int:
+        number = self._free.pop() if self._free else self._take_unused()
+        key = message_id.encode()
+        _SLOT.pack_into(self._memory, _HEADER_BYTES + number * _SLOT.size, key, len(key), at, deadline, fence, _RUNNING)
+        return number
+
+    def _take_unused(self) -> int:
+        number = self._used
+        if number == self._capacity:
+            raise RuntimeError(f"more than {number} messages were begun and not settled")
+        self._used = self._words[_USED] = number + 1
+        return number
+
+    def finish(self, number: int) -> None:
+        self._words[_HEADER_WORDS + (number + 1) * _SLOT_WORDS - 1] = _FINISHED
+
+    def clear(self, number: int) -> None:
+        self._words[_HEADER_WORDS + (number + 1) * _SLOT_WORDS - 1] = _EMPTY
+        self._free.append(number)
+
+    def renewed(self, at: int) -> None:
+        self._words[_RENEWED_AT] = at
+
+    def count(self, settled: int) -> None:
+        self._words[_SETTLED] = settled
+
+    def beat(self, *, at: int, memory: int) -> None:
+        """Say that the event loop is alive and how many bytes the process takes."""
+        self._words[_MEMORY] = memory
+        self._words[_BEAT] = at
+
+    # read by the supervisor
+
+    def slots(self) -> Iterator[Slot]:
+        """Go through the messages that were begun and are not settled."""
+        used = min(self._words[_USED], self._capacity)
+        taken = self._memory[_HEADER_BYTES : _HEADER_BYTES + used * _SLOT.size]
+        for key, length, started_at, deadline, fence, state in _SLOT.iter_unpack(taken):
+            if state in (_RUNNING, _FINISHED):
+                # An id that was torn fits no message; it must only not fail here.
+                yield Slot(key[:length].decode(errors="replace"), fence, started_at, deadline, state == _FINISHED)
+
+    @property
+    def beat_at(self) -> int:
+        """When the event loop last said that it is alive, on the steady clock; 0 before the first time."""
+        return self._words[_BEAT]
+
+    @property
+    def renewed_at(self) -> int:
+        """When every lease of the process was last known to be good, on the steady clock."""
+        return self._words[_RENEWED_AT]
+
+    @property
+    def settled(self) -> int:
+        """How many messages the process has settled."""
+        return self._words[_SETTLED]
+
+    @property
+    def memory(self) -> int:
+        """How many bytes of memory the process takes."""
+        return self._words[_MEMORY]
+
+
+def _size(capacity: int) -> int:
+    return _HEADER_BYTES + capacity * _SLOT.size
+
+
+def unnamed_file(name: str) -> int:
+    """Return the descriptor of a new file that no other process can open and that leaves nothing behind."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}-")
+    os.unlink(path)
+    return descriptor

@@ -1,0 +1,232 @@
+"""A TCP proxy that breaks the network where a test says so: silence, resets, delays, lost replies.
+
+It stands between a client and a real server, in the event loop of the test::
+
+    async with Proxy("127.0.0.1", 5432) as proxy:
+        store = open_store(proxy.through("postgresql://shop@127.0.0.1:5432/shop"))
+        …
+        await proxy.switch("blackhole")
+
+It passes bytes on and understands none of them, so it serves every protocol over TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from onefold.clock import MICROSECONDS, Clock, SystemClock
+
+Mode = Literal["pass", "blackhole", "one-way", "latency", "trickle", "reset", "refuse"]
+
+_CHUNK = 65_536
+#: On "trickle", so many bytes of a reply arrive at a time.
+_DROP = 16
+#: Closing with this setting sends a reset instead of a goodbye.
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Carries connections to one server, as long as its block lasts.
+
+    ``pass``: as if it were not there.
+    ``blackhole``: connections are accepted and every byte is swallowed, in both directions.
+    ``one-way``: requests arrive, replies do not.
+    ``latency``: every reply comes ``seconds`` later.  ``trickle``: replies come in drops, ``seconds`` apart.
+    ``reset``: whoever is or gets connected is reset.  ``refuse``: nobody listens; who is connected stays so.
+
+    A connection that lost bytes carries none ever after: neither side is told, as when a firewall forgot about it.
+    """
+
+    def __init__(self, host: str, port: int, *, clock: Clock | None = None) -> None:
+        self.mode: Mode = "pass"
+        self.port = 0
+        #: When somebody connected, on the steady clock; who is refused does not get so far.
+        self.connected_at: list[int] = []
+        self._target = (host, port)
+        self._clock = clock or SystemClock()
+        self._seconds = 0.0
+        self._server: asyncio.Server | None = None
+        self._pairs: set[_Pair] = set()
+        self._losing_next = False
+
+    async def __aenter__(self) -> Self:
+        await self._listen()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_listening()
+        for pair in list(self._pairs):
+            await pair.close()
+
+    def through(self, url: str) -> str:
+        """Return the URL of the server as it is reached through this proxy."""
+        parts = urlsplit(url)
+        user, at, _ = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{user}{at}127.0.0.1:{self.port}").geturl()
+
+    async def switch(self, mode: Mode, *, seconds: float = 0.0) -> None:
+        """Change how the network behaves, from the next byte on, for old and new connections."""
+        self.mode, self._seconds = mode, seconds
+        if mode == "refuse":
+            self._stop_listening()
+        elif self._server is None:
+            await self._listen()
+        if mode == "reset":
+            self.cut()
+
+    def cut(self) -> None:
+        """Reset every connection there is; new ones are not affected."""
+        for pair in list(self._pairs):
+            pair.reset()
+
+    def lose_next_reply(self) -> None:
+        """Carry the next request to the server, wait until it was answered, swallow the answer, reset the client."""
+        self._losing_next = True
+
+    @property
+    def losing(self) -> bool:
+        """Whether a reply that is to be lost has not been lost yet."""
+        return self._losing_next or any(pair.losing for pair in self._pairs)
+
+    def busiest_second(self) -> int:
+        """Return how many connections were made within one second, in the second with the most of them."""
+        at = self.connected_at
+        return max((sum(start <= other < start + MICROSECONDS for other in at) for start in at), default=0)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connected_at.append(self._clock.steady())
+        pair = _Pair(self, reader, writer)
+        if self.mode == "reset":
+            pair.reset()
+            return
+        self._pairs.add(pair)
+        pair.start(pair.swallow(reader) if self.mode == "blackhole" else pair.carry(*self._target))
+
+    def forget(self, pair: _Pair) -> None:
+        """A connection is over."""
+        self._pairs.discard(pair)
+
+    async def before_reply(self) -> None:
+        """Wait as long as a reply takes to arrive."""
+        if self.mode == "latency":
+            await self._clock.sleep(self._seconds)
+
+    async def deliver(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        """Hand a reply over, drop by drop if need be."""
+        if self.mode != "trickle":
+            writer.write(data)
+            await writer.drain()
+            return
+        for start in range(0, len(data), _DROP):
+            writer.write(data[start : start + _DROP])
+            await writer.drain()
+            await self._clock.sleep(self._seconds)
+
+    def take_losing(self) -> bool:
+        """Whether the reply to the request at hand is the one to lose."""
+        losing, self._losing_next = self._losing_next, False
+        return losing
+
+
+class _Pair:
+    """A client's connection and the one to the server that belongs to it."""
+
+    def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._proxy = proxy
+        self._reader = reader
+        self._writers = [writer]
+        self._tasks: list[asyncio.Task[None]] = []
+        #: Bytes towards the server, or towards the client, were lost; the rest would make no sense.
+        self._requests_lost = self._replies_lost = False
+        #: The next reply is to be swallowed, and then both ends are cut off.
+        self.losing = False
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def carry(self, host: str, port: int) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            self.reset()
+            return
+        self._writers.append(writer)
+        self.start(self._requests(writer))
+        self.start(self._replies(reader))
+
+    async def swallow(self, reader: asyncio.StreamReader) -> None:
+        """Read and forget, until the other side gives up; who is at the far end is not told."""
+        with contextlib.suppress(OSError):
+            while await reader.read(_CHUNK):
+                pass
+
+    async def _requests(self, server: asyncio.StreamWriter) -> None:
+        try:
+            while data := await self._reader.read(_CHUNK):
+                self._requests_lost |= self._proxy.mode == "blackhole"
+                if self._requests_lost:
+                    await self.swallow(self._reader)
+                    return
+                self.losing |= self._proxy.take_losing()
+                server.write(data)
+                await server.drain()
+        except OSError:
+            pass
+        if self._proxy.mode != "blackhole" and not self._replies_lost:
+            self._part()
+
+    async def _replies(self, server: asyncio.StreamReader) -> None:
+        try:
+            while data := await server.read(_CHUNK):
+                if self.losing:
+                    self.reset()
+                    return
+                await self._proxy.before_reply()
+                self._replies_lost |= self._proxy.mode in ("blackhole", "one-way") or self._requests_lost
+                if self._replies_lost:
+                    await self.swallow(server)
+                    return
+                await self._proxy.deliver(data, self._writers[0])
+        except OSError:
+            pass
+        if self._proxy.mode not in ("blackhole", "one-way") and not self._requests_lost:
+            self._part()
+
+    def _part(self) -> None:
+        """One side has gone: the other is told after it got what was sent before."""
+        for writer in self._writers:
+            writer.close()
+        self._proxy.forget(self)
+
+    def reset(self) -> None:
+        """End both connections without a goodbye."""
+        self.losing = False
+        for writer in self._writers:
+            with contextlib.suppress(OSError):
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            writer.transport.abort()
+        self._proxy.forget(self)
+
+    async def close(self) -> None:
+        self.reset()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,291 @@
+"""When something recurs: pure reckoning of fire times, without a store and without a clock.
+
+Cron expressions are read with ``cronsim``, in the dialect of Debian's cron: five fields, names of days and months,
+``L``, ``LW`` and ``#``; when day of month and day of week are both restricted, either of them will do.
+Which moments an expression names is reckoned here, date by date on the calendar of its time zone, because zones change
+their offset by half hours, around midnight, and once even by a whole day:
+
+- A wall time that is skipped fires once, at the first moment after the gap, if minute and hour are both fixed.
+- A wall time that comes twice fires the first time only, if minute and hour are both fixed.
+- If minute or hour begin with ``*``, the expression means a rhythm and follows the time that really passes:
+  what is skipped does not fire, and what comes twice fires twice.
+
+Instants are microseconds since 1970 in UTC, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from functools import lru_cache
+from itertools import islice, takewhile
+from typing import Literal, NamedTuple
+from zoneinfo import ZoneInfo
+
+import msgspec
+from cronsim import CronSim, CronSimError
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, to_datetime, to_instant
+from onefold.errors import ConfigurationError, seconds
+
+_EPOCH = date(1970, 1, 1)
+_DAY = timedelta(days=1)
+_MICROSECOND = timedelta(microseconds=1)
+_MINUTE = 60 * MICROSECONDS
+_HOUR = 60 * _MINUTE
+
+
+class Cron(msgspec.Struct, frozen=True, tag_field="kind", tag="cron"):
+    """Fires at the wall times that an expression names in a time zone."""
+
+    expression: str
+    timezone: str = "UTC"
+
+    def __str__(self) -> str:
+        return self.expression
+
+    def after(self, instant: int) -> Iterator[int]:
+        """Yield the fire times later than an instant, in order."""
+        rule, zone = _rule(self.expression), zone_of(self.timezone)
+        pending: set[int] = set()
+        for day in _dates(rule, _date_of(instant, zone) - _DAY, forward=True):
+            pending.update(_moments(rule, zone, day))
+            # A clock that goes back over midnight lets a date come again when the next one has already begun.
+            ready = sorted(one for one in pending if one < _begin(day + _DAY, zone))
+            pending.difference_update(ready)
+            yield from (one for one in ready if one > instant)
+        yield from (one for one in sorted(pending) if one > instant)
+
+    def latest(self, instant: int) -> int | None:
+        """Return the last fire time that is not later than an instant."""
+        rule, zone = _rule(self.expression), zone_of(self.timezone)
+        best: int | None = None
+        for day in _dates(rule, _date_of(instant, zone) + _DAY, forward=False):
+            if best is not None and day < _date_of(best, zone) - _DAY:
+                break
+            found = [one for one in _moments(rule, zone, day) if one <= instant]
+            best = max(found if best is None else [*found, best], default=None)
+        return best
+
+    def count(self, after: int, until: int, *, most: int) -> int:
+        """Return how many fire times are later than ``after`` and not later than ``until``, counted up to ``most``."""
+        return sum(1 for _ in islice(takewhile(lambda one: one <= until, self.after(after)), most))
+
+
+class Rate(msgspec.Struct, frozen=True, tag_field="kind", tag="rate"):
+    """Fires at a fixed rate: at the anchor and every so many microseconds before and after it."""
+
+    every: int
+    anchor: int = 0
+
+    def __str__(self) -> str:
+        return f"every {timedelta(microseconds=self.every)}"
+
+    @property
+    def timezone(self) -> str:
+        return "UTC"
+
+    def after(self, instant: int) -> Iterator[int]:
+        """Yield the fire times later than an instant, in order."""
+        fire = self._before(instant) + self.every
+        while fire <= limits.INSTANT_MAX:
+            yield fire
+            fire += self.every
+
+    def latest(self, instant: int) -> int | None:
+        """Return the last fire time that is not later than an instant."""
+        return self._before(instant)
+
+    def count(self, after: int, until: int, *, most: int) -> int:
+        """Return how many fire times are later than ``after`` and not later than ``until``, counted up to ``most``."""
+        return min(max((self._before(until) - self._before(after)) // self.every, 0), most)
+
+    def _before(self, instant: int) -> int:
+        return instant - (instant - self.anchor) % self.every
+
+
+class Delay(msgspec.Struct, frozen=True, tag_field="kind", tag="delay"):
+    """Fires so many microseconds after the end of the last run."""
+
+    every: int
+
+    def __str__(self) -> str:
+        return f"{timedelta(microseconds=self.every)} after the last run"
+
+    @property
+    def timezone(self) -> str:
+        return "UTC"
+
+    def after(self, instant: int) -> Iterator[int]:
+        """Yield the one fire time that follows a run which ended at an instant; the next depends on when that ends."""
+        yield instant + self.every
+
+
+Timetable = Cron | Rate | Delay
+
+
+def make_timetable(
+    expression: str | None,
+    *,
+    timezone: str = "UTC",
+    every: timedelta | float | None = None,
+    mode: Literal["rate", "delay"] | None = None,
+    anchor: datetime | None = None,
+) -> Timetable:
+    """Make a timetable from what a user wrote; everything that is wrong with it is refused here."""
+    if (expression is None) == (every is None):
+        raise ConfigurationError("give either a cron expression or every=, such as every=timedelta(minutes=5)")
+    if expression is not None:
+        if mode is not None or anchor is not None:
+            raise ConfigurationError("mode= and anchor= belong to every=; a cron expression says it all by itself")
+        return _checked(Cron(expression, timezone))
+    if timezone != "UTC":
+        raise ConfigurationError("every= counts the time that passes, so it has no timezone=; use a cron expression")
+    length = seconds(every or 0.0)
+    limits.check_range("every", length, limits.EVERY_SECONDS_MIN, limits.EVERY_SECONDS_MAX)
+    micros = round(length * MICROSECONDS)
+    if mode == "delay" and anchor is None:
+        return Delay(micros)
+    if mode == "rate":
+        return Rate(micros, _anchor(anchor))
+    if mode == "delay":
+        raise ConfigurationError("anchor= belongs to mode='rate'; with mode='delay' each run is counted from the last")
+    raise ConfigurationError(
+        f"every= needs mode='rate' (at fixed times, however long a run takes) or mode='delay' "
+        f"(so long after the last run has ended), not {mode!r}"
+    )
+
+
+def preview(timetable: Timetable, after: int, number: int) -> list[datetime]:
+    """Return the next fire times after an instant, in the timetable's time zone."""
+    zone = zone_of(timetable.timezone)
+    return [to_datetime(one).astimezone(zone) for one in islice(timetable.after(after), number)]
+
+
+@lru_cache(maxsize=256)
+def zone_of(name: str) -> tzinfo:
+    """Return a time zone by its IANA name."""
+    if name == "UTC":
+        return UTC  # needs no data of the machine
+    try:
+        return ZoneInfo(name)
+    except (OSError, ValueError) as error:  # a name that is none is refused in many ways
+        raise ConfigurationError(
+            f"timezone {name!r} is not known here; write an IANA name such as Europe/Berlin, "
+            "and install the package tzdata where the system has no time zones"
+        ) from error
+
+
+def _anchor(anchor: datetime | None) -> int:
+    try:
+        return 0 if anchor is None else to_instant(anchor)
+    except ValueError as error:
+        raise ConfigurationError(f"anchor: {error}") from error
+
+
+def _checked(cron: Cron) -> Cron:
+    zone_of(cron.timezone)
+    if next(cron.after(0), None) is None:
+        raise ConfigurationError(f"cron expression {cron.expression!r} never fires; there is no such day")
+    return cron
+
+
+# what an expression means
+
+
+class _Rule(NamedTuple):
+    """A cron expression, read."""
+
+    minutes: tuple[int, ...]
+    hours: tuple[int, ...]
+    months: frozenset[int]
+    has_day: Callable[[date], bool]
+    #: Minute and hour are both fixed: it names times of the day, not a rhythm.
+    fixed: bool
+
+
+@lru_cache(maxsize=1_024)
+def _rule(expression: str) -> _Rule:
+    fields = expression.split() if isinstance(expression, str) else []
+    if len(fields) != 5:
+        raise ConfigurationError(
+            f"cron expression {expression!r} must have five fields: minute, hour, day of month, month, day of week; "
+            "for seconds use every="
+        )
+    try:
+        read = CronSim(expression, datetime(2000, 1, 1))  # noqa: DTZ001 - only the fields are asked for
+    except CronSimError as error:
+        raise ConfigurationError(f"cron expression {expression!r}: {error}") from error
+    fixed = not fields[0].startswith("*") and not fields[1].startswith("*")
+    return _Rule(tuple(sorted(read.minutes)), tuple(sorted(read.hours)), frozenset(read.months), read.match_day, fixed)
+
+
+def _dates(rule: _Rule, first: date, *, forward: bool) -> Iterator[date]:
+    """Yield the dates on which an expression fires, from ``first`` on, within the years one may have to look."""
+    years = limits.RECURRING_YEARS_MAX if forward else -limits.RECURRING_YEARS_MAX
+    last = date(min(max(first.year + years, _EPOCH.year), 9998), 12, 31)
+    day = first
+    while (day <= last) if forward else (day >= max(last, _EPOCH)):
+        if day.month not in rule.months:
+            day = (day.replace(day=1) + 32 * _DAY).replace(day=1) if forward else day.replace(day=1) - _DAY
+            continue
+        if rule.has_day(day):
+            yield day
+        day += _DAY if forward else -_DAY
+
+
+def _moments(rule: _Rule, zone: tzinfo, day: date) -> set[int]:
+    """Return the instants at which an expression fires on one date of a zone."""
+    found: set[int] = set()
+    for hour in rule.hours:
+        wall = datetime.combine(day, time(hour), zone)
+        offset = wall.utcoffset()
+        if offset == wall.replace(minute=59, fold=1).utcoffset():
+            begins = _instant(wall)
+            found.update([begins + minute * _MINUTE for minute in rule.minutes])
+        else:
+            for minute in rule.minutes:
+                found.update(_around_change(wall.replace(minute=minute), fixed=rule.fixed))
+    return found
+
+
+def _around_change(wall: datetime, *, fixed: bool) -> tuple[int, ...]:
+    """Return the instants for one wall time in an hour in which the zone's offset changes."""
+    first, second = _instant(wall), _instant(wall.replace(fold=1))
+    if first == second:
+        return (first,)
+    if first < second:  # it comes twice
+        return (first,) if fixed else (first, second)
+    return (_end_of_gap(wall.tzinfo, second, first),) if fixed else ()
+
+
+def _end_of_gap(zone: tzinfo | None, before: int, after: int) -> int:
+    """Return the moment at which the offset changes, between an instant before it and one that is not."""
+    offset = to_datetime(before).astimezone(zone).utcoffset()
+    while after - before > MICROSECONDS:
+        middle = (before + after) // 2 // MICROSECONDS * MICROSECONDS
+        if to_datetime(middle).astimezone(zone).utcoffset() == offset:
+            before = middle
+        else:
+            after = middle
+    return after
+
+
+def _instant(wall: datetime) -> int:
+    """Return the instant of a wall time; ``fold`` says which of two, and on which side of a gap it is reckoned."""
+    naive = wall.replace(tzinfo=UTC)
+    return ((naive - (wall.utcoffset() or timedelta())) - _UTC_EPOCH) // _MICROSECOND
+
+
+_UTC_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _begin(day: date, zone: tzinfo) -> int:
+    """Return an instant before which no moment of this date or a later one lies."""
+    midnight = datetime.combine(day, time(), zone)
+    return min(_instant(midnight), _instant(midnight.replace(fold=1)))
+
+
+def _date_of(instant: int, zone: tzinfo) -> date:
+    return to_datetime(instant).astimezone(zone).date()

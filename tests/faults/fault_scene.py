@@ -1,0 +1,151 @@
+"""What is done while something breaks: sends, handlers with and without SQL, a retry, and the verdict on all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from onefold import App, Context, Receipt, RetryPolicy, StoreUnavailableError
+from onefold.clock import Clock
+from onefold.store import Query, Record, State, Store
+from onefold.testing.checker import Effect, Final, Journal, check
+
+Answer = TypeVar("Answer")
+
+TABLES = (
+    # No constraint on purpose: a second effect must show as a second row, not be hidden by an error.
+    "CREATE TABLE effect (key TEXT NOT NULL, message TEXT NOT NULL, fence BIGINT NOT NULL)",
+    "CREATE TABLE orders (key TEXT NOT NULL)",
+)
+#: The task that fails once on purpose, so that its one failed run can be told from those a fault would add.
+FAILS_ONCE = "flaky"
+#: A scene that takes longer hangs.
+SECONDS_MAX = 60
+
+
+def run(scenario: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Run a scenario, and end it if it hangs."""
+
+    async def within() -> Answer:
+        async with asyncio.timeout(SECONDS_MAX):
+            return await scenario()
+
+    return asyncio.run(within())
+
+
+class Scene:
+    """One store with an app on it whose handlers leave rows behind, and a journal of what senders were told."""
+
+    def __init__(self, store: Store, clock: Clock | None = None, *, journal: Journal | None = None) -> None:
+        self.journal = journal or Journal()
+        self.app = App(store=store, clock=clock)
+        self._placeholder = "%s" if store.capabilities.shared else "?"
+        insert = self.sql("INSERT INTO effect VALUES (?, ?, ?)")
+
+        @self.app.task(subject="{key}")
+        async def child(ctx: Context, key: str) -> None:
+            await ctx.execute(insert, f"child:{key}", ctx.message.id, ctx.fence)
+
+        @self.app.task(key="{key}", subject="{key}")
+        async def pay(ctx: Context, key: str) -> str:
+            await ctx.execute(insert, f"pay:{key}", ctx.message.id, ctx.fence)
+            ctx.send(child, key)
+            return key
+
+        @self.app.task(key="{key}", subject="{key}")
+        async def plain(key: str) -> str:
+            """Writes nothing of its own, so it is settled together with others."""
+            return key
+
+        @self.app.task(key="{key}", subject="{key}", retry=RetryPolicy(max_attempts=2, base=1.0))
+        async def flaky(ctx: Context, key: str) -> None:
+            await ctx.execute(insert, f"flaky:{key}", ctx.message.id, ctx.fence)
+            if ctx.attempt == 1:
+                raise ValueError("the first attempt fails after its write")
+
+    def sql(self, statement: str) -> str:
+        """Write a statement with the placeholders of this store's driver."""
+        return statement.replace("?", self._placeholder)
+
+    async def prepare(self) -> None:
+        """Make the tables."""
+        await self.app.migrate()
+        async with self.app, self.app.transaction() as transaction:
+            for statement in TABLES:
+                await transaction.execute(statement)
+
+    async def send(self, name: str, key: str, client: str = "sender") -> Receipt[Any]:
+        """Send, and note what was asked and answered; every error but the promised one is a failure."""
+        self.journal.invoke(client, f"{name}:{key}")
+        try:
+            receipt = await self.app.tasks[name].send(key)
+        except StoreUnavailableError:
+            self.journal.unknown(client, f"{name}:{key}")
+            raise
+        self.journal.ok(client, f"{name}:{key}", receipt.id)
+        return receipt
+
+    async def order(self, key: str, client: str = "shop") -> Receipt[Any]:
+        """Send together with a row of the sender's own."""
+        self.journal.invoke(client, f"pay:{key}")
+        try:
+            async with self.app.transaction() as transaction:
+                await transaction.execute(self.sql("INSERT INTO orders VALUES (?)"), key)
+                receipt = transaction.send(self.app.tasks["pay"], key)
+        except StoreUnavailableError:
+            self.journal.unknown(client, f"pay:{key}")
+            raise
+        self.journal.ok(client, f"pay:{key}", receipt.id)
+        return receipt
+
+    async def records(self) -> list[Record]:
+        """Return every message."""
+        found: list[Record] = []
+        while page := await self.app.find(Query(after=found[-1].envelope.id if found else "", limit=1_000)):
+            found += page
+        return found
+
+    async def effects(self) -> list[Effect]:
+        """Return every effect."""
+        return [Effect(*row) for row in await self.app.store.fetch("SELECT key, message, fence FROM effect")]
+
+    async def verdict(self, *, crashes_max: int = 0) -> Sequence[Record]:
+        """Fail unless every message is done, with one effect, none lost, and no attempt used up by the fault.
+
+        A claim whose answer was lost looks like a crash, of which the first ones are held against nobody.
+        """
+        records, orders = await self.records(), await self.app.store.fetch("SELECT key FROM orders ORDER BY key")
+        finals = []
+        for one in records:
+            name, key = one.envelope.message_type, one.envelope.subject
+            finals.append(Final(one.envelope.id, f"{name}:{key}", one.state, name != "plain"))
+            if name == "pay" and one.state is State.DONE:
+                self.journal.invoke("pay", f"child:{key}")
+                self.journal.ok("pay", f"child:{key}")
+            failed = int(name == FAILS_ONCE)
+            assert one.state is State.DONE, f"{one}: {one.failure}"
+            assert (one.attempt, one.replay_count) == (failed, 0), f"{one}: {one.attempt}"
+            assert one.crashes <= crashes_max, f"{one}: {one.crashes}"
+            if failed:
+                assert len(await self.app.store.attempts(one.envelope.id)) == 1
+        report = check(self.journal, await self.effects(), finals)
+        assert not report, report
+        self._check_orders([key for (key,) in orders])
+        return records
+
+    def _check_orders(self, orders: list[str]) -> None:
+        """A row of the sender's is there once if its message is, and not at all if not."""
+        assert len(orders) == len(set(orders)), orders
+        accepted = {e.key.removeprefix("pay:") for e in self.journal.entries if (e.client, e.event) == ("shop", "ok")}
+        assert accepted <= set(orders)
+
+
+async def until_accepted(call: Callable[[], Awaitable[Answer]], *, tries: int = 1_000) -> Answer:
+    """Do as a careful sender does: try again, because the message has a key."""
+    for _ in range(tries):
+        try:
+            return await call()
+        except StoreUnavailableError:
+            await asyncio.sleep(0)
+    raise AssertionError(f"not accepted in {tries} tries")

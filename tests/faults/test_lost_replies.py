@@ -1,0 +1,174 @@
+"""The server did it, and its answer never arrived: found out truthfully, and never done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import pytest
+from fault_scene import Scene, run, until_accepted
+
+from onefold import execution, limits
+from onefold.store import State
+from onefold.stores.postgres import PostgresStore
+from onefold.testing.proxy import Proxy
+from onefold.testing.servers import PostgresServer
+
+#: Statements of one operation; the loop ends earlier, when the operation had no more of them.
+STATEMENTS_MAX = 40
+
+
+class Loser:
+    """Given to a store as its trace: has the answer to its n-th statement lost on the wire."""
+
+    def __init__(self) -> None:
+        self.proxy: Proxy | None = None
+        self._left = 0
+        self.lost: list[str] = []
+
+    def arm(self, number: int) -> None:
+        self._left = number
+        self.lost.clear()
+
+    def __call__(self, moment: Literal["before", "after"], statement: str) -> None:
+        # Wake-ups and the listener go their own ways, at times of their own.
+        if moment == "after" or not self._left or "pg_notify" in statement or "LISTEN" in statement:
+            return
+        self._left -= 1
+        if not self._left and self.proxy is not None:
+            self.lost.append(" ".join(statement.split())[:60])
+            self.proxy.lose_next_reply()
+
+
+@asynccontextmanager
+async def losing(server: PostgresServer, url: str) -> AsyncIterator[tuple[Scene, Loser]]:
+    """A scene whose server is reached through a proxy that loses what it is told to lose."""
+    loser = Loser()
+    async with Proxy("127.0.0.1", server.port) as proxy:
+        scene = Scene(PostgresStore(proxy.through(url), trace=loser))
+        await scene.prepare()
+        async with scene.app:
+            loser.proxy = proxy
+            yield scene, loser
+
+
+async def quiet() -> None:
+    """Let wake-ups of what went before leave the wire, so that the answer that is lost is the one that is meant."""
+    await asyncio.sleep(0.03)
+
+
+async def send(scene: Scene, key: str) -> None:
+    assert not (await scene.send("plain", key)).duplicate
+    assert (await scene.send("plain", key, "again")).duplicate
+
+
+async def send_with_rows(scene: Scene, key: str) -> None:
+    """A session lost before the COMMIT has written nothing and is a typed error; one lost at the COMMIT is resolved."""
+    await until_accepted(lambda: scene.order(key))
+
+
+async def settle(scene: Scene, key: str) -> None:
+    """A worker handles two messages without SQL of their own, which are settled together."""
+    await scene.app.work(until_idle=True, lease=1.0)
+
+
+async def handle(scene: Scene, key: str) -> None:
+    """A worker handles a message with rows and a child of its own."""
+    await scene.app.work(until_idle=True, lease=1.0)
+
+
+OPERATIONS: dict[str, tuple[list[str], Callable[[Scene, str], Awaitable[None]]]] = {
+    "send": ([], send),
+    "send with rows": ([], send_with_rows),
+    "settle": (["plain", "flaky"], settle),
+    "handle": (["pay"], handle),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
+    name: str,
+    postgres_server: PostgresServer,
+    postgres_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Fault 5: COMMITs among them, of a send, of a sender's transaction, of a settle and of a handler."""
+    monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
+    waiting, operation = OPERATIONS[name]
+    lost: list[str] = []
+
+    async def scenario() -> None:
+        async with losing(postgres_server, postgres_url) as (scene, loser):
+            for number in itertools.count(1):
+                assert number < STATEMENTS_MAX
+                key = f"{name}-{number}"
+                for task in waiting:
+                    await scene.send(task, key)
+                await quiet()
+                loser.arm(number)
+                await operation(scene, key)
+                assert not scene.app.store._links["put"]._turn.locked()  # type: ignore[attr-defined]
+                if not loser.lost:
+                    break
+                lost.extend(loser.lost)
+            await settled(scene)
+            await scene.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
+
+    run(scenario)
+    record_property("lost replies", len(lost))
+    assert len(lost) >= 2
+    if name in ("send with rows", "handle"):
+        assert "COMMIT" in lost
+
+
+async def settled(scene: Scene) -> None:
+    """Work until nothing is alive; what a lost answer had claimed waits for the end of its lease."""
+    while any(not record.state.ended for record in await scene.records()):
+        await scene.app.work(until_idle=True, lease=1.0)
+        await asyncio.sleep(0.05)
+
+
+def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 5: whoever is just waiting for an answer, and whatever else is under way."""
+    monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
+    chance = random.Random(20_261)
+
+    async def lose(proxy: Proxy) -> int:
+        for number in range(25):
+            proxy.lose_next_reply()
+            while proxy.losing:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(chance.uniform(0.0, 0.06))
+        return number + 1
+
+    async def produce(scene: Scene, number: int, until: asyncio.Task[int]) -> None:
+        count = 0
+        while not until.done():
+            name = ("pay", "plain", "flaky", "rows")[count % 4]
+            key = f"{number}.{count}"
+            await until_accepted(lambda: scene.order(key) if name == "rows" else scene.send(name, key))
+            count += 1
+            await asyncio.sleep(0.005)
+
+    async def scenario() -> None:
+        async with losing(postgres_server, postgres_url) as (scene, loser):
+            assert loser.proxy is not None
+            working = asyncio.create_task(scene.app.work(lease=2.0, concurrency=5))
+            until = asyncio.create_task(lose(loser.proxy))
+            await asyncio.gather(*(produce(scene, number, until) for number in range(3)))
+            while any(not record.state.ended for record in await scene.records()):
+                await asyncio.sleep(0.05)
+            scene.app.stop_working()
+            assert await working > 0
+            await scene.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
+            states = {record.state for record in await scene.records()}
+            assert states == {State.DONE}
+
+    run(scenario)

@@ -1,0 +1,228 @@
+"""PostgreSQL ends, in every way it can, while senders send and a worker works: it costs time and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from fault_scene import Scene, run
+
+from onefold import StoreUnavailableError, execution, limits
+from onefold.clock import MICROSECONDS
+from onefold.stores.postgres import PostgresStore
+from onefold.testing.checker import Journal
+from onefold.testing.proxy import Proxy
+from onefold.testing.servers import PostgresServer
+
+SENDERS = 4
+#: What a lost answer to a claim had claimed is free again after this long.
+LEASE = 2.0
+#: Messages that are done before the server ends, and again after it came back.
+DONE_BEFORE, DONE_AFTER = 30, 30
+#: One store has some five connections and a pool; each begins with quick tries and then waits up to a second.
+CONNECTIONS_PER_SECOND_MAX = 80
+
+
+@pytest.fixture(autouse=True)
+def _quick_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler whose transaction was lost runs again after five seconds, which is too long for a test."""
+    monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.1)
+
+
+class Traffic:
+    """A worker behind a proxy, and senders beside it with little patience."""
+
+    def __init__(self, url: str, proxy: Proxy) -> None:
+        journal = Journal()
+        self.proxy = proxy
+        self.worker = Scene(PostgresStore(proxy.through(url)), journal=journal)
+        self.sender = Scene(PostgresStore(url, patience=0.1), journal=journal)
+        self.accepted = 0
+        self.refused = 0
+        self._stopping = False
+
+    async def send(self, number: int) -> None:
+        """Send one after the other; what was refused is sent again, and any other error ends the test."""
+        count = 0
+        while not self._stopping:
+            name = ("pay", "plain", "flaky", "rows")[count % 4]
+            key = f"{number}.{count}"
+            try:
+                await (self.sender.order(key) if name == "rows" else self.sender.send(name, key))
+            except StoreUnavailableError:
+                self.refused += 1
+                continue
+            self.accepted += 1
+            count += 1
+            await asyncio.sleep(0.005)
+
+    async def done(self) -> int:
+        """Return how many messages have left an effect."""
+        while True:
+            try:
+                return (await self.sender.app.store.fetch("SELECT count(*) FROM effect"))[0][0]
+            except StoreUnavailableError:
+                await asyncio.sleep(0.05)
+
+    async def until_done(self, number: int) -> None:
+        while await self.done() < number:
+            await asyncio.sleep(0.05)
+
+    async def drained(self) -> None:
+        """Send no more, and wait until everything accepted has ended."""
+        self._stopping = True
+        while any(counts.scheduled or counts.leased for counts in (await self.sender.app.count()).values()):
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def traffic(server: PostgresServer, url: str) -> AsyncIterator[Traffic]:
+    async with Proxy("127.0.0.1", server.port) as proxy:
+        both = Traffic(url, proxy)
+        await both.sender.prepare()
+        async with both.worker.app, both.sender.app, asyncio.TaskGroup() as group:
+            working = group.create_task(both.worker.app.work(concurrency=5, lease=LEASE))
+            sending = [group.create_task(both.send(number)) for number in range(SENDERS)]
+            await both.until_done(DONE_BEFORE)
+            yield both
+            await both.until_done(await both.done() + DONE_AFTER)
+            await both.drained()
+            await asyncio.wait(sending)
+            # The worker that was there before is there still: it was never started again.
+            both.worker.app.stop_working()
+            assert await working > 0
+            await both.sender.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
+
+
+@pytest.mark.parametrize("end", ["kill -9", "immediate", "fast"])
+def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
+    end: str, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Faults 4 and 34: typed errors or success, nothing lost, one effect each, no attempt used up, no restart."""
+
+    def end_it() -> None:
+        if end == "kill -9":
+            postgres_server.kill()
+        else:
+            postgres_server.shut_down(end)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        async with traffic(postgres_server, postgres_url) as both:
+            await asyncio.to_thread(end_it)
+            before = len(both.proxy.connected_at)
+            await asyncio.sleep(0.7)
+            assert len(both.proxy.connected_at) > before, "nobody tried to come back"
+            await asyncio.to_thread(postgres_server.restart)
+        assert both.refused > 0
+        assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
+
+    try:
+        run(scenario)
+    finally:
+        postgres_server.restart()
+
+
+def test_a_backend_that_is_killed_takes_all_others_with_it_and_costs_nothing_else(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 4: the server ends all sessions, recovers by itself and goes on."""
+
+    async def scenario() -> None:
+        async with traffic(postgres_server, postgres_url) as both:
+            (victim, *_), *_ = await both.worker.app.store.fetch("SELECT pg_backend_pid()")
+            os.kill(victim, signal.SIGKILL)
+        assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
+
+    run(scenario)
+
+
+def test_each_session_is_ended_in_its_turn(postgres_server: PostgresServer, postgres_url: str) -> None:
+    """Fault 4: claiming, settling, putting, renewing, listening and handlers' sessions, while all are in use."""
+    ended: dict[int, str] = {}
+
+    async def end_one_after_the_other(direct: psycopg.AsyncConnection[Any]) -> None:
+        for _ in range(40):
+            rows = await (await direct.execute(SESSIONS)).fetchall()
+            left = [row for row in rows if row[0] not in ended] or rows
+            pid, query = left[0]
+            ended[pid] = query
+            await direct.execute("SELECT pg_terminate_backend(%s)", [pid])
+            await asyncio.sleep(0.05)
+
+    async def scenario() -> None:
+        async with traffic(postgres_server, postgres_url) as both:
+            async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as direct:
+                await end_one_after_the_other(direct)
+            assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
+
+    run(scenario)
+    text = "\n".join(ended.values())
+    for what in ("LISTEN", "lease_until", "INSERT INTO onefold.message", "onefold.outcome"):
+        assert what in text, f"no session that was ended had done {what}"
+
+
+SESSIONS = """
+    SELECT pid, query FROM pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name = 'onefold'
+    ORDER BY backend_start
+"""
+
+
+def test_an_outage_is_waited_out_with_ever_longer_pauses_and_the_return_is_no_stampede(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 34: workers of a small fleet, without a server for a while, and then with one."""
+    fleet = 4
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", postgres_server.port) as proxy:
+            scenes = [Scene(PostgresStore(proxy.through(postgres_url))) for _ in range(fleet)]
+            await scenes[0].prepare()
+            for scene in scenes:
+                await scene.app.open()
+            working = [asyncio.create_task(scene.app.work()) for scene in scenes]
+            await asyncio.sleep(0.2)
+            await proxy.switch("reset")
+            cpu, began = _cpu(), len(proxy.connected_at)
+            start = _now()
+            await asyncio.sleep(4.0)
+            tries = [at - start for at in proxy.connected_at[began:]]
+            late = [at for at in tries if at >= 2 * MICROSECONDS]
+            # Each of a worker's connections tries about once a second by then, and all of them together no more often.
+            assert fleet <= len(late) <= 2 * 2 * 8 * fleet, len(late)
+            assert _cpu() - cpu < 2.0, "it spins"
+            await proxy.switch("pass")
+            back, begun = _now(), len(proxy.connected_at)
+            receipts = [await scene.send("plain", f"k{number}") for number, scene in enumerate(scenes)]
+            assert [await receipt.result(timeout=10) for receipt in receipts] == ["k0", "k1", "k2", "k3"]
+            first = [at - back for at in proxy.connected_at[begun:]]
+            in_a_moment = max(sum(at <= other < at + 50_000 for other in first) for at in first)
+            assert in_a_moment <= len(first) * 0.75, first
+            for scene in scenes:
+                scene.app.stop_working()
+            await asyncio.gather(*working)
+            for scene in scenes:
+                await scene.app.close()
+
+    run(scenario)
+
+
+def _cpu() -> float:
+    used = os.times()
+    return used.user + used.system
+
+
+def _now() -> int:
+    from onefold.clock import SystemClock
+
+    return SystemClock().steady()
+
+
+def test_a_server_that_cannot_be_reached_for_hours_is_asked_less_and_less_often() -> None:
+    """Fault 34, on a clock that runs by itself: hours of refused connections."""

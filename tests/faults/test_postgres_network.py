@@ -1,0 +1,277 @@
+"""The network between a worker and PostgreSQL goes silent, slow or one-way: the handler is told, another takes over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fault_scene import TABLES, run
+
+from onefold import App, Context, State, StoreUnavailableError, execution, limits
+from onefold.store import Query, Record
+from onefold.stores.postgres import PostgresStore
+from onefold.testing.proxy import Mode, Proxy
+from onefold.testing.servers import PostgresServer
+
+LEASE = 1.0
+#: A message whose lease ran out is found within a poll; a busy machine may need a moment more.
+TAKEOVER_SECONDS_MAX = LEASE + 2 * limits.POLL_SECONDS + 2.0
+#: A handler is told when the lease is over by its own reckoning, a moment more or less.
+TOLD_SECONDS_MAX = LEASE + 0.5
+#: After the network came back, the worker that was cut off is at work again within this time.
+BACK_SECONDS_MAX = 10.0
+
+
+class Machine:
+    """A worker with its own way to the server, and what its handler saw."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.name = name
+        self.app = App(store=PostgresStore(url))
+        self.entered = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.told_at: float | None = None
+        self.refused: BaseException | None = None
+        self.writes_first = False
+        self.task: asyncio.Task[int] | None = None
+        insert = "INSERT INTO effect VALUES (%s, %s, %s)"
+
+        @self.app.task(key="{key}", subject="{key}")
+        async def pay(ctx: Context, key: str) -> str:
+            if self.writes_first:
+                await ctx.execute(insert, key, name, ctx.fence)
+            self.entered.set()
+            try:
+                await self.go_on.wait()
+            except asyncio.CancelledError:
+                self.told_at = asyncio.get_running_loop().time()
+                raise
+            try:
+                if not self.writes_first:
+                    await ctx.execute(insert, key, name, ctx.fence)
+            except BaseException as error:
+                self.refused = error
+                raise
+            return name
+
+    async def start(self) -> None:
+        await self.app.open()
+        self.task = asyncio.create_task(self.app.work(lease=LEASE, concurrency=1, name=self.name))
+
+    async def stop(self) -> None:
+        self.app.stop_working()
+        if self.task is not None:
+            await self.task
+        await self.app.close()
+
+    async def effects(self) -> list[tuple[Any, ...]]:
+        return await self.app.store.fetch("SELECT key, message FROM effect ORDER BY key")
+
+    async def record(self, key: str) -> Record:
+        return next(one for one in await self.app.find(Query()) if one.envelope.subject == key)
+
+
+@asynccontextmanager
+async def two_machines(server: PostgresServer, url: str) -> AsyncIterator[tuple[Proxy, Machine, Machine]]:
+    """One behind a proxy, one beside it; the message ``k`` is in the hands of the first."""
+    async with Proxy("127.0.0.1", server.port) as proxy:
+        cut_off, other = Machine(proxy.through(url), "cut-off"), Machine(url, "other")
+        await other.app.migrate()
+        await other.app.open()
+        async with other.app.transaction() as transaction:
+            for statement in TABLES:
+                await transaction.execute(statement)
+        other.go_on.set()
+        try:
+            await cut_off.start()
+            await other.app.tasks["pay"].send("k")
+            yield proxy, cut_off, other
+        finally:
+            await proxy.switch("pass")
+            await cut_off.stop()
+            await other.stop()
+
+
+def _time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _until(true: Any, within: float) -> float:
+    """Wait until it is true, at most so long, and return how long that took."""
+    began = _time()
+    while not await true():
+        assert _time() < began + within, f"not within {within:g} s"
+        await asyncio.sleep(0.02)
+    return _time() - began
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("blackhole", 0.0), ("one-way", 0.0), ("latency", 10.0)])
+def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
+    mode: Mode, seconds: float, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 9: told by its deadline, taken over within lease and poll, one effect, and back at work afterwards."""
+
+    async def scenario() -> None:
+        async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
+            await cut_off.entered.wait()
+            await proxy.switch(mode, seconds=seconds)
+            cut_at = _time()
+            await other.start()
+
+            async def taken_over() -> bool:
+                return await other.effects() != []
+
+            await _until(taken_over, TAKEOVER_SECONDS_MAX)
+            assert cut_off.told_at is not None, "its handler was not told"
+            assert cut_off.told_at - cut_at <= TOLD_SECONDS_MAX
+            assert await other.effects() == [("k", "other")]
+            record = await other.record("k")
+            assert (record.state, record.attempt) == (State.DONE, 0)
+            await _back_at_work(proxy, cut_off, other)
+
+    run(scenario)
+
+
+async def _back_at_work(proxy: Proxy, cut_off: Machine, other: Machine) -> None:
+    """Let the network work again, and the one that was cut off do all the work."""
+    other.app.stop_working()
+    if other.task is not None:
+        await other.task
+        other.task = None
+    cut_off.go_on.set()
+    await proxy.switch("pass")
+    receipt = await other.app.tasks["pay"].send("after")
+    assert await receipt.result(timeout=BACK_SECONDS_MAX) == "cut-off"
+    assert await other.effects() == [("after", "cut-off"), ("k", "other")]
+
+
+@pytest.mark.parametrize("mode", ["blackhole", "latency"])
+def test_what_was_written_before_the_cut_is_never_committed_after_the_takeover(
+    mode: Mode, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 9: the session still stands on the server, with the rows in it, and then its COMMIT may even arrive."""
+
+    async def scenario() -> None:
+        async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
+            cut_off.writes_first = True
+            await cut_off.entered.wait()
+            await proxy.switch(mode, seconds=3.0)
+            # Its handler returns at once: settling and committing are what goes into the void.
+            cut_off.go_on.set()
+            await other.start()
+
+            async def ended() -> bool:
+                return (await other.record("k")).state.ended
+
+            await _until(ended, TAKEOVER_SECONDS_MAX)
+            (winner,) = await other.effects()
+            cut_off.writes_first = False
+            other.app.stop_working()
+            assert other.task is not None
+            await other.task
+            other.task = None
+            await proxy.switch("pass")
+            receipt = await other.app.tasks["pay"].send("after")
+            assert await receipt.result(timeout=BACK_SECONDS_MAX) == "cut-off"
+            assert await other.effects() == [("after", "cut-off"), winner]
+            # With latency requests arrive at once, so that its commit came in time; in a black hole it never did.
+            assert winner == ("k", "cut-off" if mode == "latency" else "other")
+
+    run(scenario)
+
+
+def test_a_commit_whose_answer_cannot_come_back_is_resolved_when_the_network_is_back(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Faults 5 and 9: requests arrive, answers do not; one effect, and nobody is told a lie."""
+
+    async def scenario() -> None:
+        async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
+            cut_off.writes_first = True
+            await cut_off.entered.wait()
+            await proxy.switch("one-way")
+            cut_off.go_on.set()
+            await other.start()
+
+            async def ended() -> bool:
+                return (await other.record("k")).state.ended
+
+            await _until(ended, TAKEOVER_SECONDS_MAX)
+            record = await other.record("k")
+            assert record.state is State.DONE
+            assert len(await other.effects()) == 1
+            cut_off.writes_first = False
+            await _settle_down(proxy, cut_off, other)
+            assert await other.effects() == [("after", "cut-off"), ("k", (record.result or b"").decode().strip('"'))]
+
+    run(scenario)
+
+
+async def _settle_down(proxy: Proxy, cut_off: Machine, other: Machine) -> None:
+    other.app.stop_working()
+    if other.task is not None:
+        await other.task
+        other.task = None
+    await proxy.switch("pass")
+    receipt = await other.app.tasks["pay"].send("after")
+    assert await receipt.result(timeout=BACK_SECONDS_MAX) == "cut-off"
+
+
+@pytest.mark.parametrize("mode", ["blackhole", "one-way", "reset", "refuse"])
+def test_a_sender_that_is_cut_off_gets_a_typed_error_within_its_patience(
+    mode: Mode, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 9: it does not hang, and sending again with the same key is safe."""
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", postgres_server.port) as proxy:
+            machine = Machine(proxy.through(postgres_url), "sender")
+            machine.app = App(store=PostgresStore(proxy.through(postgres_url), patience=0.5))
+
+            @machine.app.task(key="{key}", subject="{key}")
+            async def pay(key: str) -> None: ...
+
+            await machine.app.migrate()
+            async with machine.app:
+                await pay.send("before")
+                await proxy.switch(mode)
+                if mode == "refuse":
+                    proxy.cut()
+                began = _time()
+                with pytest.raises(StoreUnavailableError):
+                    await pay.send("k")
+                assert _time() - began < 8.0
+                await proxy.switch("pass")
+                first = await pay.send("k")
+                assert (await pay.send("k")).id == first.id
+                assert len(await machine.app.find(Query())) == 2
+
+    run(scenario)
+
+
+def test_a_trickle_of_answers_is_slow_and_nothing_else(
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 9: answers that come in pieces are put together."""
+    monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", postgres_server.port) as proxy:
+            machine = Machine(proxy.through(postgres_url), "slow")
+            await machine.app.migrate()
+            async with machine.app:
+                async with machine.app.transaction() as transaction:
+                    for statement in TABLES:
+                        await transaction.execute(statement)
+                machine.go_on.set()
+                await proxy.switch("trickle", seconds=0.0005)
+                for number in range(3):
+                    await machine.app.tasks["pay"].send(f"k{number}")
+                await machine.app.work(until_idle=True)
+                await proxy.switch("pass")
+                assert await machine.effects() == [(f"k{number}", "slow") for number in range(3)]
+
+    run(scenario)

@@ -1,0 +1,161 @@
+"""Plans of the PostgreSQL store: on a used table every statement still touches only the rows it is about."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+import pytest
+from test_postgres_engine import claim, envelope, opened, run
+
+from onefold.clock import SystemClock
+from onefold.envelope import Envelope
+from onefold.store import Again, Dead, Done, Failure, HandBack, Lane, Lease, Query
+from onefold.stores.postgres import PostgresStore
+from onefold.stores.postgres.arrays import numbers, teach, texts
+from onefold.stores.postgres.connection import SQL
+from onefold.stores.postgres.session import FIRST_ID
+
+_clock = SystemClock()
+FAILURE = Failure(reason="exception", error_type="ValueError", error_message="no")
+
+
+GIVEN: dict[str, Any] = {
+    "now": None,
+    "queues": texts(["default"]),
+    "floors": numbers([0]),
+    "types": texts(["charge"]),
+    "limit": 100,
+    "lease": 1,
+    "worker": "w",
+    "suspect_after": 2,
+    "crashes_most": 0,
+    "crashes": 1,
+    "after": FIRST_ID,
+    "states": numbers([0, 1]),
+    "queue": None,
+    "message_type": None,
+    "correlation_id": None,
+}
+
+
+async def use(store: PostgresStore) -> None:
+    """Leave behind what every plan has to find its way through: kept, waiting, leased and crashed messages."""
+    await store.put([envelope(f"k{n}") for n in range(4_000)])
+    for _ in range(4):
+        await store.settle([(lease, Done(b"1")) for lease in await claim(store, 500)])
+    crashed = [(lease, Again(0, None, counted=False, crashed=True)) for lease in await claim(store, 5)]
+    await store.settle(crashed)
+    await claim(store, 50)
+
+
+def plan_of(url: str, statement: str) -> str:
+    """Return the plan with the planner's usual settings, which handlers' connections keep."""
+    with psycopg.connect(url) as connection:
+        teach(connection)
+        rows = connection.execute("EXPLAIN " + SQL[statement], GIVEN).fetchall()  # type: ignore[arg-type]
+        return "\n".join(row[0] for row in rows)
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize(
+    ("statement", "begins_with"),
+    [
+        ("claim", "delivery_due"),
+        ("claim_crashed", "delivery_crashed"),
+        ("find_worker", "delivery_lease"),
+        ("find_crashed", "delivery_crashed"),
+    ],
+)
+def test_statements_begin_with_their_index_on_a_used_table(
+    postgres_url: str, statement: str, begins_with: str, analyzed: bool
+) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+        if analyzed:
+            with psycopg.connect(postgres_url, autocommit=True) as connection:
+                connection.execute("VACUUM ANALYZE")
+        plan = plan_of(postgres_url, statement)
+        assert begins_with in plan
+        assert "message_pkey" in plan
+        assert "Seq Scan" not in plan
+
+    run(scenario)
+
+
+def test_leases_of_a_worker_and_crashed_messages_are_found(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+            mine = await store.claim(["default"], types=["charge"], limit=3, lease=30, worker="me", lane=Lane.MAIN)
+            assert [r.envelope.id for r in await store.find(Query(worker="me"))] == sorted(one.id for one in mine)
+            crashed = await store.find(Query(crashes=1))
+            assert [record.crashes for record in crashed] == [1] * 5
+            assert await store.find(Query(crashes=2)) == []
+
+    run(scenario)
+
+
+def test_what_comes_back_is_claimed_though_later_messages_were(postgres_url: str) -> None:
+    """A claim begins where the last one ended, but not for ever."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store, opened(postgres_url) as other:
+            old = envelope("old", due_at=1_000_000)
+            await store.put([old])
+            (mine,) = await claim(store)
+            await store.put([envelope(f"k{n}") for n in range(20)])
+            assert len(await claim(store, 10)) == 10
+            await store.settle([(mine, HandBack())])
+            (mine,) = await claim(store, 1)
+            assert mine.id == old.id
+            assert len(await claim(store, 5)) == 5
+            await other.settle([(mine, HandBack())])
+            while not any(lease.id == old.id for lease in await claim(store, 1)):
+                await _clock.sleep(0.05)
+
+    run(scenario)
+
+
+def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -> None:
+    """Prepared statements keep their plans; on full tables each must still touch only the rows it names."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            with psycopg.connect(postgres_url, autocommit=True) as connection:
+                connection.execute("ANALYZE")
+            strangers = [_lease(envelope()) for _ in range(4)]
+            for _ in range(8):
+                assert await claim(store) == []
+                assert await store.extend(strangers, lease=30) == [False] * 4
+                for outcome in (Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack()):
+                    assert await store.settle([(lease, outcome) for lease in strangers]) == [False] * 4
+                    assert await store.settle([(strangers[0], outcome)]) == [False]
+                await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
+                await store.settle([(lease, Done(b"1", key_window=0)) for lease in await claim(store)])
+            await store.put([envelope(f"k{n}") for n in range(10_000)])
+            leases = await claim(store, 400)
+            assert await store.extend(leases, lease=30) == [True] * 400
+            await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
+            for n, outcome in enumerate((Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack())):
+                those = leases[n * 100 : n * 100 + 100]
+                assert await store.settle([(lease, outcome) for lease in those]) == [True] * 100
+        # Sessions report their numbers at their end.
+        read = _rows_read(postgres_url)
+        assert read["delivery"] < 5_000
+        assert read["key"] < 500
+        assert read["message"] < 1_000
+
+    run(scenario)
+
+
+def _rows_read(url: str) -> dict[str, int]:
+    with psycopg.connect(url) as connection:
+        rows = connection.execute("SELECT relname, seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables").fetchall()
+        return {name: number or 0 for name, number in rows}
+
+
+def _lease(e: Envelope) -> Lease:
+    return Lease(e, 2, 1, 0, 0, 0, "w")
