@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _read_options() -> argparse.Namespace:
-    codes = [workload.code for workload in WORKLOADS]
+    codes = list(dict.fromkeys(workload.code for workload in WORKLOADS))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="onefold beside raw engines and peers")
     parser.add_argument("--quick", action="store_true", help="one short round: a look, not a measurement")
     parser.add_argument("--store", nargs="+", choices=list(_STORES), default=list(_STORES))

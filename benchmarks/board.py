@@ -8,11 +8,13 @@ Processes that cannot map memory write the same bytes with ordinary writes.
 from __future__ import annotations
 
 import mmap
+import shutil
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
+#: How the names of the files begin.
+PREFIX = "worker-"
 #: Numbers before the first record; a full cache line.
 HEADER = 8
 _STARTED, _RAN = 0, 1
@@ -23,6 +25,14 @@ _BYTES = 8
 def _map(path: Path) -> memoryview:
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+
+def make_file(path: Path, messages: int) -> Path:
+    """Make a worker's file with room for so many runs; nobody sees it before it has its size."""
+    unfinished = path.with_name(f"new-{path.name}")
+    with unfinished.open("wb") as file:
+        file.truncate((HEADER + _RECORD * messages) * _BYTES)
+    return unfinished.rename(path)
 
 
 class Tally:
@@ -50,34 +60,39 @@ class Tally:
 
 
 class Board:
-    """The measuring side: the files of all workers."""
+    """The measuring side: the files of all workers, those included that begin later."""
 
     def __init__(self, directory: Path, workers: int, messages: int) -> None:
-        self.paths = [directory / f"board-{slot}" for slot in range(workers)]
-        for path in self.paths:
-            path.unlink(missing_ok=True)
-            with path.open("wb") as file:
-                file.truncate((HEADER + _RECORD * messages) * _BYTES)
-        self._views = [_map(path) for path in self.paths]
+        self.directory = directory / "boards"
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir()
+        self.paths = [make_file(self.directory / f"{PREFIX}{slot}", messages) for slot in range(workers)]
+        self._maps: dict[Path, memoryview] = {}
+
+    def _views(self) -> list[memoryview]:
+        for path in self.directory.glob(f"{PREFIX}*"):
+            if path not in self._maps:
+                self._maps[path] = _map(path)
+        return list(self._maps.values())
 
     @property
     def ran(self) -> int:
-        return sum(view[_RAN] for view in self._views)
+        return sum(view[_RAN] for view in self._views())
 
     @property
     def started(self) -> int:
         """When the first handler of all started; the clock is the same in every process of a machine."""
-        return min(view[_STARTED] for view in self._views if view[_RAN])
+        return min(view[_STARTED] for view in self._views() if view[_RAN])
 
     def waits(self) -> dict[int, int]:
         """Return, per message that ran, how many nanoseconds passed until its handler started."""
-        return dict(record for view in self._views for record in _records(view))
+        return dict(record for view in self._views() for record in _records(view))
 
     def check(self, messages: int) -> None:
         """Refuse a measure in which a message did not run, or ran twice."""
-        runs = Counter(seq for view in self._views for seq, _ in _records(view))
-        if len(runs) != messages or self.ran != messages:
-            raise RuntimeError(f"{self.ran} runs of {len(runs)} messages instead of {messages}")
+        seen = len(self.waits())
+        if seen != messages or self.ran != messages:
+            raise RuntimeError(f"{self.ran} runs of {seen} messages instead of {messages}")
 
 
 def _records(view: memoryview) -> list[tuple[int, int]]:

@@ -14,8 +14,13 @@ Ready = Callable[[], None]
 
 #: Every so many messages one fails, where some are to: 5 %.
 POISON_EVERY = 20
+#: Messages that end the process of their worker, where some are to.
+KILLERS = (100, 1_100, 2_100)
 #: Recorded steps of a workflow.
 STEPS = 5
+
+#: What ``benchmarks.deployed`` reads from the environment.
+MODE, BOARDS, MESSAGES = "BENCH_MODE", "BENCH_BOARDS", "BENCH_MESSAGES"
 
 
 class Mode(StrEnum):
@@ -30,6 +35,8 @@ class Mode(StrEnum):
     POISON = "poison"
     #: It never returns.
     WAITING = "waiting"
+    #: It ends its process for one message in some thousands.
+    KILLER = "killer"
 
 
 class NotBuiltError(Exception):

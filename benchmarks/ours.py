@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks.board import Tally
-from benchmarks.contender import POISON_EVERY, Job, Mode, NotBuiltError, Ready
+from benchmarks.contender import KILLERS, POISON_EVERY, Job, Mode, NotBuiltError, Ready
 from benchmarks.engines import insert_effect
-from onefold import App, Context
+from onefold import App, Context, Task
 from onefold.store import Done
 
-#: Handlers at once where the mode asks for another number than the default.
-CONCURRENCY = {Mode.WAITING: 10_000}
 _QUEUE = "default"
 _CLAIM_LEASE = 60.0
 
 Handler = Callable[..., Awaitable[None]]
+Count = Callable[[int, int], None]
 
 
 class Onefold:
@@ -28,13 +28,8 @@ class Onefold:
         self._url = url
         self._mode = mode
 
-    def _declare(self, tally: Tally | None) -> None:
-        """Declare the one handler in use, so that claims ask for one type."""
-        self._app = App(self._url)
-        self._task = self._app.task(key="{seq}")(_handler(self._mode, tally, insert_effect(self._url)))
-
     async def setup(self) -> None:
-        self._declare(None)
+        self._app, self._task = declare(self._url, self._mode, None)
         await self._app.migrate()
         await self._app.open()
 
@@ -48,11 +43,10 @@ class Onefold:
         return sum(counts.scheduled + counts.leased for counts in (await self._app.count()).values())
 
     async def drain(self, tally: Tally, ready: Ready) -> None:
-        self._declare(tally)
-        async with self._app:
+        app, _ = declare(self._url, self._mode, tally.count)
+        async with app:
             ready()
-            concurrency = CONCURRENCY.get(self._mode)
-            await self._app.work(**({} if concurrency is None else {"concurrency": concurrency}))
+            await app.work()
 
     async def claims(self, *, size: int, number: int, every: float = 0.0) -> list[tuple[float, int]]:
         """Claim and settle in batches without running a handler; return seconds and messages of each claim."""
@@ -68,9 +62,17 @@ class Onefold:
         return taken
 
 
-def _handler(mode: Mode, tally: Tally | None, insert: str) -> Handler:
-    """Return the handler of a mode; the sender needs its signature only."""
-    count: Any = None if tally is None else tally.count
+def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, Any]]:
+    """Declare the one handler in use, so that claims ask for one type; a sender needs its signature only."""
+    app = App(url)
+    return app, app.task(key="{seq}")(_handler(mode, count or _not_here, insert_effect(url)))
+
+
+def _not_here(seq: int, made_at: int) -> None:
+    raise AssertionError("a sender runs no handler")
+
+
+def _handler(mode: Mode, count: Count, insert: str) -> Handler:
 
     async def notify(seq: int, t0: int, to: str, template: str) -> None:
         count(seq, t0)
@@ -88,11 +90,17 @@ def _handler(mode: Mode, tally: Tally | None, insert: str) -> Handler:
         count(seq, t0)
         await asyncio.Event().wait()
 
+    async def kill(seq: int, t0: int, to: str, template: str) -> None:
+        if seq in KILLERS:
+            os._exit(1)
+        count(seq, t0)
+
     handlers: dict[Mode, Handler] = {
         Mode.PLAIN: notify,
         Mode.TRANSACTIONAL: record,
         Mode.POISON: fail_sometimes,
         Mode.WAITING: wait,
+        Mode.KILLER: kill,
     }
     if mode not in handlers:
         raise NotBuiltError("onefold has no workflows yet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.board import Board
-from benchmarks.contender import Mode
-from benchmarks.contenders import Launch, launch
+from benchmarks.contender import BOARDS, MESSAGES, MODE, Mode
+from benchmarks.contenders import launch
 from benchmarks.engines import Engine
-from benchmarks.processes import Agent, crew, started
+from benchmarks.processes import Agent, Launch, crew, started
 
 _LOOK_SECONDS = 0.002
 
@@ -87,6 +88,20 @@ class Place:
     def workers(self, url: str, board: Board, mode: Mode = Mode.PLAIN) -> AbstractAsyncContextManager[list[Agent]]:
         """Run one worker per file of the board for the length of the block."""
         return crew(self._launch(url, mode), self.directory, board.paths)
+
+    @asynccontextmanager
+    async def deployed(
+        self, url: str, board: Board, messages: int, mode: Mode = Mode.PLAIN, *options: str
+    ) -> AsyncIterator[Agent]:
+        """Run ``onefold worker`` as people do, for the length of the block; each of its processes joins the board."""
+        command = (sys.executable, "-m", "onefold", "worker", "benchmarks.deployed:app", *options)
+        about = {"ONEFOLD_URL": url, MODE: mode, BOARDS: str(board.directory), MESSAGES: str(messages)}
+        async with started(Launch(command, {**self.engine.environment, **about}), self.directory) as worker:
+            try:
+                yield worker
+            finally:
+                # Not asked to stop: it would wait for handlers, and its database is about to be dropped.
+                worker.kill()
 
     def _launch(self, url: str, mode: Mode) -> Launch:
         how = launch(self.engine.name, self.contender, mode, url)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.contenders import OURS, RAW
-from benchmarks.measures import claiming, draining, latency, resources, sending
+from benchmarks.measures import claiming, draining, killing, latency, resources, sending
 from benchmarks.measures.latency import P95
 from benchmarks.measures.resources import STATEMENTS
 from benchmarks.peers import PEERS
@@ -36,8 +36,14 @@ class Workload:
     rounds_max: int = 5
 
     @property
-    def code(self) -> str:
+    def row(self) -> str:
+        """The first row, by which a contender that fails is known."""
         return self.rows[0].name
+
+    @property
+    def code(self) -> str:
+        """The bar it belongs to: S1 to S13."""
+        return self.row.partition(" ")[0]
 
     def taking_part(self, store: str, peers: set[str]) -> list[str]:
         return [name for name in self.contenders.get(store, ()) if name not in PEERS or name in peers]
@@ -88,10 +94,9 @@ WORKLOADS = (
         (Row("S9", "idle worker", "% of a core"), Row(STATEMENTS, "idle worker, statements")),
         rounds_max=1,
     ),
-    Workload(
-        claiming.with_history, _ALONE, (Row("S10", "claim of 100, history kept", "ms"),), rounds_max=1
-    ),
+    Workload(claiming.with_history, _ALONE, (Row("S10", "claim of 100, history kept", "ms"),), rounds_max=1),
     Workload(draining.with_poison, _ALONE, (Row("S11", "drain with 5 % poison"),), rounds_max=3),
+    Workload(killing.with_killers, _ALONE, (Row(killing.ROW, "drain with 3 killers"),), rounds_max=1),
     Workload(
         claiming.beside_foreign_transaction,
         {"postgres": (OURS,)},

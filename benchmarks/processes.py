@@ -8,16 +8,19 @@ import os
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.contender import NotBuiltError
 
 ROOT = Path(__file__).parents[1]
 #: Whatever takes longer has failed.
 _ANSWER_SECONDS = 120.0
+_END_SECONDS = 5.0
 _LOG_CHARACTERS = 2_000
 
 
@@ -39,10 +42,6 @@ class Agent:
     def __init__(self, process: Process, log: Path) -> None:
         self._process = process
         self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def ask(self, do: str, *, within: float = _ANSWER_SECONDS, **options: Any) -> Any:
         """Let it do something, and return what it answers."""
@@ -75,14 +74,26 @@ class Agent:
         lines = self._log.read_text(errors="replace")[-_LOG_CHARACTERS:].split("\n")
         return next((line for line in reversed(lines) if line.strip()), "ended without a word")
 
+    def tree(self) -> list[psutil.Process]:
+        """Return it and all that it has started."""
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def kill(self) -> None:
+        """End it and all that it has started, at once."""
+        with suppress(psutil.NoSuchProcess):
+            for process in self.tree():
+                process.kill()
+
     async def end(self) -> None:
+        """Let it end by itself, as an agent does with its input; if it does not, kill it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             await self._process.wait()
 
 

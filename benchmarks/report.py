@@ -52,7 +52,9 @@ def _number(figure: float | None) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.2f}"
 
 
-def show(console: Console, everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]) -> None:
+def show(
+    console: Console, everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]
+) -> None:
     """Print the table, then what a reader needs to take the run again."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, heading in enumerate(HEADINGS):

@@ -39,7 +39,7 @@ class Suite:
         known: dict[tuple[str, str], int] = {}
         for number, workload, name in self.turns():
             progress(f"{self.engine.name} {number + 1}/{self.scale.rounds} {workload.code} {name}")
-            which = (workload.code, name)
+            which = (workload.row, name)
             if reason := self.peers.get(name):
                 results.reasons[which] = f"not installed: {reason}"
             if which not in results.reasons:

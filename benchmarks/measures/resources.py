@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import psutil
-
 from benchmarks.board import Board
 from benchmarks.contender import Mode
-from benchmarks.engines import Postgres
+from benchmarks.engines import Engine, Postgres
 from benchmarks.place import Figures, Place, wait_for
+from benchmarks.processes import Agent
 
 STATEMENTS = "S9 statements"
 RUNNING = 10_000
@@ -20,47 +19,40 @@ _BYTES_PER_MEGABYTE = 1_000_000
 
 async def idle(place: Place) -> Figures:
     """Let a worker that has worked wait for more; measure its processor time, and the statements the server is sent."""
-    engine = place.engine
+    engine, seconds = place.engine, place.scale.idle_seconds
     async with place.sender() as (sender, url):
         if isinstance(engine, Postgres):
             engine.log_statements(url)
-        board = Board(place.directory, 1, 1)
-        async with place.workers(url, board) as (worker,):
+        board = Board(place.directory, 0, 0)
+        async with place.deployed(url, board, 1) as worker:
             await sender.ask("fill", messages=1)
             await wait_for(board, 1, [worker])
             await asyncio.sleep(_SETTLE_SECONDS)
-            cpu, statements = _cpu_seconds(worker.pid), _statements(place)
-            await asyncio.sleep(place.scale.idle_seconds)
-            cpu, statements = _cpu_seconds(worker.pid) - cpu, _statements(place) - statements
-    figures = place.figure(100 * cpu / place.scale.idle_seconds)
+            cpu, statements = _cpu_seconds(worker), _statements(engine)
+            await asyncio.sleep(seconds)
+            cpu, statements = _cpu_seconds(worker) - cpu, _statements(engine) - statements
+    figures = place.figure(100 * cpu / seconds)
     if isinstance(engine, Postgres):
-        figures[STATEMENTS] = {place.contender: [statements / place.scale.idle_seconds]}
+        figures[STATEMENTS] = {place.contender: [statements / seconds]}
     return figures
 
 
-def _statements(place: Place) -> int:
-    return place.engine.logged_statements() if isinstance(place.engine, Postgres) else 0
+def _statements(engine: Engine) -> int:
+    return engine.logged_statements() if isinstance(engine, Postgres) else 0
+
+
+def _cpu_seconds(worker: Agent) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in worker.tree())
 
 
 async def memory(place: Place) -> Figures:
-    """Let one worker run very many handlers that wait; measure the memory of its process."""
+    """Let one worker process run very many handlers that wait; measure the memory it takes."""
     async with place.sender(Mode.WAITING) as (sender, url):
         await sender.ask("fill", messages=RUNNING)
-        board = Board(place.directory, 1, RUNNING)
-        async with place.workers(url, board, Mode.WAITING) as (worker,):
+        board = Board(place.directory, 0, 0)
+        async with place.deployed(url, board, RUNNING, Mode.WAITING, "--concurrency", str(RUNNING)) as worker:
             await wait_for(board, RUNNING, [worker], seconds=_START_SECONDS_MAX)
             board.check(RUNNING)
-            return place.figure(_resident_bytes(worker.pid) / _BYTES_PER_MEGABYTE)
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-def _cpu_seconds(pid: int) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in _tree(pid))
-
-
-def _resident_bytes(pid: int) -> int:
-    return sum(process.memory_info().rss for process in _tree(pid))
+            # A supervisor is a process beside it, and smaller.
+            most = max(process.memory_info().rss for process in worker.tree())
+    return place.figure(most / _BYTES_PER_MEGABYTE)

@@ -38,8 +38,6 @@ PEERS = {
         Peer("litequeue", "benchmarks.peers.litequeue:Litequeue", ("litequeue==0.9",)),
         Peer("persist-queue", "benchmarks.peers.persist_queue:PersistQueue", ("persist-queue==1.1.0",)),
         Peer("DBOS", "benchmarks.peers.dbos:Dbos", ("dbos==3.3.0", _POSTGRES)),
-        Peer(
-            "absurd", "benchmarks.peers.absurd:AbsurdWorkflow", ("absurd-sdk==0.5.1", "absurdctl==0.5.1", _POSTGRES)
-        ),
+        Peer("absurd", "benchmarks.peers.absurd:AbsurdWorkflow", ("absurd-sdk==0.5.1", "absurdctl==0.5.1", _POSTGRES)),
     )
 }

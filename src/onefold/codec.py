@@ -167,20 +167,21 @@ class ResultCodec:
     Raises ``TypeError`` or ``NotImplementedError`` for a hint that has no JSON form.
     """
 
-    def __init__(self, hint: Any, *, most: int = limits.RESULT_BYTES_MAX) -> None:
+    def __init__(self, hint: Any, *, most: int = limits.RESULT_BYTES_MAX, field: str = "result") -> None:
         msgspec.json.schema(hint, schema_hook=_refuse_foreign)
         self._read = _reader(hint)
         self._most = most
+        self._field = field
 
     def encode(self, value: Any) -> bytes:
         """Return a result as bytes; one that cannot be kept fails the attempt."""
         try:
             data = _encode(value)
         except Exception as error:
-            raise DecodeError("result", f"cannot be written as JSON: {error}") from error
-        refuse_what_json_hides(data, value, field="result")
+            raise DecodeError(self._field, f"cannot be written as JSON: {error}") from error
+        refuse_what_json_hides(data, value, field=self._field)
         if len(data) > self._most:
-            raise LimitError("result", f"has {len(data)} bytes; at most {self._most} are kept")
+            raise LimitError(self._field, f"has {len(data)} bytes; at most {self._most} are kept")
         # A result that does not fit the return hint would be stored, and then refused to everybody who asks for it.
         self.decode(data)
         return data
@@ -190,7 +191,7 @@ class ResultCodec:
         try:
             return self._read(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise DecodeError("result", _VALUE.sub(r"\1", str(error))) from None
+            raise DecodeError(self._field, _VALUE.sub(r"\1", str(error))) from None
 
 
 def result_codec(function: Callable[..., Any], *, most: int) -> ResultCodec:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_datetime
@@ -52,16 +52,16 @@ _NOTHING = encode(None)
 class Ledger:
     """The effects of one claimed message, or of one step of a run.
 
-    ``within`` comes before every name; ``now`` is the store's time, not earlier than a lease's length ago.
+    ``within`` comes before every name.
     """
 
-    def __init__(self, message_id: str, load: Load, record: Record, now: Callable[[], int], within: str = "") -> None:
+    def __init__(self, message_id: str, load: Load, record: Record, within: str = "") -> None:
         self._message_id = message_id
         self._load = load
         self._record = record
-        self._now = now
         self._within = within
-        self._lines: dict[tuple[str, StepKind], Step] | None = None
+        self._lines: dict[tuple[str, StepKind], Step] = {}
+        self._loaded = False
         self._used: set[str] = set()
         #: Set when a person is needed, whatever the handler makes of the exception.
         self.uncertain: UncertainError | None = None
@@ -82,29 +82,37 @@ class Ledger:
 
     async def _once(self, line: str, call: Call[R], reconcile: Reconcile[R] | None, keeps_keys_for: float | None) -> R:
         codec = result_codec(call, most=limits.RESULT_BYTES_MAX)
-        if self._lines is None:
-            self._lines = {(step.name, step.kind): step for step in await self._load()}
+        if not self._loaded:
+            self._take_in(await self._load())
+            self._loaded = True
         if (known := self._lines.get((line, StepKind.EFFECT))) is not None:
-            outcome: R = codec.decode(known.value)
-            return outcome
-        tries = intents(line, self._lines)
-        opened = tries[-1] if tries and (tries[-1].name, StepKind.VOID) not in self._lines else None
-        if opened is None:
-            await self._write(_intent(line, len(tries)))
-        elif reconcile is not None:
-            answer = await reconcile()
-            if isinstance(answer, Happened):
-                return await self._finish(line, codec, answer.value)
-            if not isinstance(answer, NotHappened):
-                raise HandlerError(f"reconcile= of {line} answered {answer!r}; return Happened(value) or NotHappened()")
-            await self._write(Step(opened.name, StepKind.VOID, _NOTHING), _intent(line, len(tries)))
-        else:
-            self._refuse_blind(line, opened, keeps_keys_for)
-        return await self._call(line, codec, call, max(len(tries) - 1, 0) if opened and not reconcile else len(tries))
+            return cast(R, codec.decode(known.value))
+        begun = await self._begin(line, reconcile, keeps_keys_for)
+        if isinstance(begun, Happened):
+            return cast(R, await self._finish(line, codec, begun.value))
+        return cast(R, await self._call(line, codec, call, begun))
 
-    async def _call(self, line: str, codec: ResultCodec, call: Call[R], number: int) -> R:
+    async def _begin(
+        self, line: str, reconcile: Reconcile[Any] | None, keeps_keys_for: float | None
+    ) -> int | Happened[Any]:
+        """Return the number of the try that may be made now, or what a probe found to have happened."""
+        tries = intents(line, self._lines)
+        if not tries or (tries[-1].name, StepKind.VOID) in self._lines:
+            await self._write(_intent(line, len(tries)))
+            return len(tries)
+        if reconcile is None:
+            return await self._try_blind(line, tries, keeps_keys_for)
+        answer = await reconcile()
+        if isinstance(answer, Happened):
+            return answer
+        if not isinstance(answer, NotHappened):
+            raise HandlerError(f"reconcile= of {line} answered {answer!r}; return Happened(value) or NotHappened()")
+        await self._write(Step(tries[-1].name, StepKind.VOID, _NOTHING), _intent(line, len(tries)))
+        return len(tries)
+
+    async def _call(self, line: str, codec: ResultCodec, call: Call[Any], number: int) -> Any:
         try:
-            value: Any = call()
+            value = call()
             if inspect.isawaitable(value):
                 value = await value
         except NOT_DONE:
@@ -118,17 +126,25 @@ class Ledger:
 
     async def _write(self, *steps: Step) -> list[Step]:
         recorded = await self._record(steps)
-        assert self._lines is not None
-        self._lines.update(((step.name, step.kind), step) for step in recorded)
+        self._take_in(recorded)
         return recorded
 
-    def _refuse_blind(self, line: str, opened: Step, keeps_keys_for: float | None) -> None:
-        """Allow a second call only while the provider is sure to know our key from the first."""
+    def _take_in(self, steps: Iterable[Step]) -> None:
+        self._lines.update(((step.name, step.kind), step) for step in steps)
+
+    async def _try_blind(self, line: str, tries: list[Step], keeps_keys_for: float | None) -> int:
+        """Allow another call only while the provider is sure to know our key from the first one."""
         why = "and there is no reconcile= to ask"
         if keeps_keys_for is not None:
-            # The time is known only to a lease's length, so that much is left to spare.
-            if self._now() - opened.at < (keeps_keys_for - limits.LEASE) * MICROSECONDS:
-                return
+            # The store says what time it is now, by the same clock that dated the first try.
+            (intent,) = await self._write(_intent(line, len(tries)))
+            first = tries[-1]
+            for one in reversed(tries):
+                if (one.name, StepKind.VOID) in self._lines:
+                    break
+                first = one
+            if intent.at - first.at < keeps_keys_for * MICROSECONDS:
+                return len(tries)
             why = f"and the provider may have forgotten its key, which it keeps for {keeps_keys_for:g} s"
         self.uncertain = UncertainError(self._message_id, line, why)
         raise self.uncertain

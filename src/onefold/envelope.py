@@ -25,7 +25,7 @@ ENVELOPE_VERSION = 1
 #: Marks a message sent without a key: it has an identity for tracing, but no second send can ever match it.
 UNKEYED = "unkeyed:"
 #: Begins the key of a message that a schedule put, so that no user's key can stand in its way.
-SCHEDULED = "schedule:"
+SCHEDULED = "(schedule) "
 
 _TYPE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
+from onefold.codec import ResultCodec
 from onefold.envelope import Envelope
 from onefold.errors import LimitError, ReplayError
 from onefold.step import Note, Step, StepKind, child_line
-from onefold.store import Ended, Failure
+from onefold.store import Ended, Failure, Lease, Store
 
 logger = logging.getLogger("onefold")
 
@@ -187,6 +189,25 @@ class Journal:
                 self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
                 return step
         return None
+
+
+#: The fence of the first claim: whoever holds it knows that no owner was there before.
+_FIRST_CLAIM = 2
+
+_signal_value = ResultCodec(Any, most=limits.PAYLOAD_BYTES_MAX, field="signal")
+
+
+async def read_journal(store: Store, lease: Lease) -> list[Step]:
+    """Return the lines of a claimed message; asks nobody when there can be none."""
+    return [] if lease.fence <= _FIRST_CLAIM and not lease.wake else await store.steps(lease.id)
+
+
+def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:
+    """Return the line that tells a run something; two with the same name and id are one."""
+    limits.check_bytes("run_id", run_id, limits.ID_BYTES_MAX)
+    limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
+    line = f"{limits.check_step_name('signal', name)}/{id_}"
+    return Note(run_id, Step(line, StepKind.SIGNAL, _signal_value.encode(value)))
 
 
 def due_at(timer: Step) -> int:

@@ -170,6 +170,23 @@ class TaskSettings:
     effects: tuple[Effect, ...] | None = None
 
 
+class TaskOptions(TypedDict, total=False):
+    """The same settings as keywords, for decorators that have others beside them."""
+
+    name: str | None
+    key: KeySource | None
+    subject: KeySource | None
+    fingerprint: tuple[str, ...] | None
+    queue: str
+    version: int
+    retry: RetryPolicy
+    timeout: timedelta | float | None
+    expires: timedelta | float | None
+    key_window: timedelta | float
+    settle: Literal["batch", "now"]
+    effects: tuple[Effect, ...] | None
+
+
 class Task(Generic[P, R]):
     """A handler that can be sent: ``await task.send(…)`` stores the call, a worker makes it."""
 
@@ -295,8 +312,8 @@ _RESERVED = (UNKEYED, SCHEDULED)
 
 
 def _reserved(key: str) -> str:
-    whose = "without a key" if key.startswith(UNKEYED) else "that a schedule puts"
-    return f"begins with {key[: key.index(whose and (UNKEYED if key.startswith(UNKEYED) else SCHEDULED)) or len(UNKEYED)]!r}"
+    prefix = UNKEYED if key.startswith(UNKEYED) else SCHEDULED
+    return f"begins with {prefix!r}, which marks messages {'without a key' if prefix is UNKEYED else 'of a schedule'}"
 
 
 def _takes_context(function: Callable[..., Any]) -> bool:
@@ -308,11 +325,24 @@ def _takes_context(function: Callable[..., Any]) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Recurring:
+    """A task that is sent by itself, again and again, as its code says."""
+
+    task: Task[Any, Any]
+    timetable: Timetable
+    catchup: Catchup
+    #: In microseconds.
+    window: int | None
+
+
 class Registry:
     """The tasks of one app by name."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
+        #: Those of them that recur.
+        self.recurring: dict[str, Recurring] = {}
 
     def add(self, task: Task[Any, Any]) -> None:
         """Register a task; two with one name are refused."""

@@ -65,12 +65,24 @@ class Supervisor:
         self._filled = 0
         self._tell_ready: Callable[[], None] = lambda: None
         self.crew = Crew(store, clock, chance, tasks, settings)
+        self._watch = Watch(self.crew, store, clock, settings)
         #: When the store last answered, on the steady clock.
         self.store_checked_at = clock.steady()
 
     @property
     def stopping(self) -> bool:
+        """Whether it was told to stop."""
         return self._stopping.is_set()
+
+    @property
+    def places(self) -> int:
+        """How many processes there should be, not counting those for suspects."""
+        return self._settings.processes
+
+    @property
+    def watched_at(self) -> int:
+        """When it last looked at its processes, on the steady clock."""
+        return self._watch.looked_at
 
     def stop(self) -> None:
         """Stop gracefully; said a second time, at once."""
@@ -87,9 +99,8 @@ class Supervisor:
         finish or hand back what they have, and end.
         """
         self._tell_ready = ready
-        watch = Watch(self.crew, self._store, self._clock, self._settings)
         background = [
-            asyncio.create_task(watch.run(), name="onefold-watch"),
+            asyncio.create_task(self._watch.run(), name="onefold-watch"),
             asyncio.create_task(self._keep_house(), name="onefold-housekeeper"),
             asyncio.create_task(keep_purged(self._store, self._clock), name="onefold-purger"),
         ]

@@ -6,14 +6,17 @@ Nothing sent inside a transaction has left before its commit; a crash before tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from datetime import datetime
-from typing import Any, ParamSpec, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import msgspec
 
 from onefold import limits
 from onefold.clock import to_datetime
+from onefold.effects import Ledger, Reconcile
 from onefold.envelope import Envelope
 from onefold.errors import (
     ConfigurationError,
@@ -22,10 +25,13 @@ from onefold.errors import (
     LeaseLostError,
     TransactionOpenError,
     TransactionTooLongError,
+    UncertainError,
 )
-from onefold.identity import upstream_key
+from onefold.identity import derived_key, upstream_key
+from onefold.journal import read_journal, signal_note
 from onefold.receipt import Receipt
 from onefold.registry import BoundTask, Call, Task
+from onefold.step import Note, Step
 from onefold.store import Lease, Outcome, Store, Stored, Transaction
 
 P = ParamSpec("P")
@@ -33,6 +39,22 @@ R = TypeVar("R")
 
 #: Makes the message of a call and the receipt for it; given by the app, which owns clock and chance.
 Prepare = Callable[[Call[Any], Envelope | None, int], tuple[Envelope, Receipt[Any]]]
+
+
+class Joined(Protocol):
+    """Something with a commit to come, which code inside it joins instead of writing for itself."""
+
+    def add(self, call: Call[R]) -> Receipt[R]:
+        """Send an encoded call with that commit; what ``await task.send(…)`` does inside."""
+        ...
+
+    def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
+        """Tell a run something with that commit; what ``await app.signal(…)`` does inside."""
+        ...
+
+    def refuse(self, verb: str) -> None:
+        """Raise ``TransactionOpenError`` for a verb that would commit by itself, if it must not now."""
+        ...
 
 
 class Buffer:
@@ -45,11 +67,24 @@ class Buffer:
         self._closed = False
         self.envelopes: list[Envelope] = []
         self.receipts: list[Receipt[Any]] = []
+        self.notes: list[Note] = []
+
+    def signal(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+        """Buffer one signal; without an id of its own, it is the same one when its handler is run again."""
+        self._refuse_late()
+        if id_ is None:
+            if self._parent is None:
+                raise ConfigurationError("inside a transaction a signal needs an id=, by which a second one is known")
+            id_ = derived_key(self._parent.id, len(self.notes))
+        self.notes.append(signal_note(run_id, name, value, id_))
+
+    def _refuse_late(self) -> None:
+        if self._closed:
+            raise HandlerError("the handler or transaction is over, so this message would never leave; await its tasks")
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Buffer one message; its receipt has an id at once."""
-        if self._closed:
-            raise HandlerError("the handler or transaction is over, so this message would never leave; await its tasks")
+        self._refuse_late()
         if call.options.get("if_dead", "keep") != "keep":
             raise ConfigurationError("if_dead='redrive' reopens another message; send it outside of a transaction")
         envelope, receipt = self._prepare(call, self._parent, self._unkeyed)
@@ -100,9 +135,17 @@ class AppTransaction:
         """Send many messages that leave only if the transaction commits."""
         return [self._buffer.add(call) for call in calls]
 
+    def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
+        """Tell a run something if the transaction commits; ``id`` makes a second one with it the same signal."""
+        self._buffer.signal(run_id, name, value, id)
+
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside the block."""
         return self._buffer.add(call)
+
+    def refuse(self, verb: str) -> None:
+        """Refuse a verb that commits by itself."""
+        raise _commits_apart(verb)
 
 
 class Context:
@@ -112,13 +155,22 @@ class Context:
     """
 
     def __init__(
-        self, lease: Lease, store: Store, prepare: Prepare, resources: Any, held_until: Callable[[], int]
+        self,
+        lease: Lease,
+        store: Store,
+        prepare: Prepare,
+        resources: Any,
+        held_until: Callable[[], int],
+        step: StepScope | None = None,
     ) -> None:
         self.message = lease.envelope
         self.resources = resources
-        self.attempt = lease.attempt
+        self.attempt = lease.attempt if step is None else step.attempt
         self.fence = lease.fence
-        self.buffer = Buffer(prepare, lease.envelope)
+        self.buffer = Buffer(prepare, lease.envelope if step is None else step.cause(lease.envelope))
+        #: The name of the step of a workflow that this is; None for a task.
+        self.step = None if step is None else step.name
+        self._ledger = None if step is None else step.ledger
         self._lease = lease
         self._store = store
         self._held_until = held_until
@@ -141,7 +193,41 @@ class Context:
 
     def upstream_key(self, effect: str) -> str:
         """Return a key for an outside provider: the same on every retry and redrive of this work."""
-        return upstream_key(self.message.scope, self.idempotency_key, effect)
+        work = self.idempotency_key if self.step is None else f"{self.idempotency_key}/{self.step}"
+        return upstream_key(self.message.scope, work, effect)
+
+    async def once(
+        self,
+        name: str,
+        call: Callable[[], Awaitable[R]],
+        *,
+        reconcile: Reconcile[R] | None = None,
+        provider_keeps_keys_for: timedelta | float | None = None,
+    ) -> R:
+        """Make a call to the outside whose effect must not happen twice, and return what it returned.
+
+        The intent is recorded before, the outcome after, each with a commit of its own; a run that finds the outcome
+        returns it without calling.  After a crash in between, or an exception from the call, whether the effect
+        happened is uncertain.  Then ``reconcile`` is asked, which answers ``Happened(value)`` or ``NotHappened()``.
+        Without it the call is made again only while ``provider_keeps_keys_for`` has not passed since the first one:
+        so long the provider knows the call by ``upstream_key``.  Otherwise the message is parked until a person says
+        what happened, with ``app.resolve``.
+        A call that raises ``Retry``, ``Snooze`` or ``Reject`` says that it did nothing.
+        """
+        if self._transaction is not None:
+            raise _commits_apart("once()")
+        return await self._effects().once(name, call, reconcile, provider_keeps_keys_for)
+
+    def _effects(self) -> Ledger:
+        if self._ledger is None:
+            lease, store = self._lease, self._store
+            self._ledger = Ledger(lease.id, lambda: read_journal(store, lease), lambda steps: store.record(lease, steps))
+        return self._ledger
+
+    @property
+    def uncertain(self) -> UncertainError | None:
+        """Why a person is needed before this can go on, if one is."""
+        return None if self._ledger is None else self._ledger.uncertain
 
     async def execute(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run SQL in the handler's transaction, which begins with the first call.
@@ -167,6 +253,19 @@ class Context:
     def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
         """Send many messages that leave only if this handler succeeds."""
         return [self.buffer.add(call) for call in calls]
+
+    def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
+        """Tell a run something if this handler succeeds."""
+        self.buffer.signal(run_id, name, value, id)
+
+    def add(self, call: Call[R]) -> Receipt[R]:
+        """Send an encoded call; what ``await task.send(…)`` does inside a handler."""
+        return self.buffer.add(call)
+
+    def refuse(self, verb: str) -> None:
+        """Refuse a verb that commits by itself, once the transaction has begun."""
+        if self.in_transaction:
+            raise _commits_apart(verb)
 
     async def check(self) -> None:
         """Raise ``LeaseLostError`` if somebody else owns the message now, so that no more work is wasted on it."""
@@ -217,6 +316,10 @@ class Context:
 
         Raises ``LeaseLostError`` when somebody else owns the message.
         """
+        await self.commit_with(lambda transaction: transaction.conclude([(self._lease, outcome)]))
+
+    async def commit_with(self, write: Callable[[Transaction], Awaitable[None]]) -> None:
+        """Make the last writes in the handler's transaction and commit, all of it or nothing."""
         if self._ending is not None:
             await self._ending
             raise self._too_long()
@@ -224,7 +327,7 @@ class Context:
             raise HandlerError("there is no transaction to commit")
         self._stop_limit()
         try:
-            await self._transaction.conclude([(self._lease, outcome)])
+            await write(self._transaction)
         except BaseException as error:
             await self._leave(error)
             raise
@@ -256,12 +359,30 @@ class Context:
                 raise
 
 
+class StepScope(msgspec.Struct, frozen=True):
+    """What makes the context of a workflow's step different from that of a task."""
+
+    name: str
+    attempt: int
+    ledger: Ledger
+    #: How often a person made the run go back; what it sends then is new.
+    restarts: int
+
+    def cause(self, run: Envelope) -> Envelope:
+        """Return whom the messages of this step go back to: they are named after it, and keyed by its name."""
+        again = f"~{self.restarts}" if self.restarts else ""
+        return msgspec.structs.replace(run, id=f"workflow:{run.id}{again}/{self.name}")
+
+
+def _commits_apart(verb: str) -> TransactionOpenError:
+    return TransactionOpenError(f"{verb} would commit apart from the open transaction; use it before or after")
+
+
 def refuse_inside(verb: str) -> None:
     """Refuse a verb that commits by itself inside a handler or transaction: on SQLite it would wait for itself."""
-    inside = current.get()
-    if isinstance(inside, AppTransaction) or (isinstance(inside, Context) and inside.in_transaction):
-        raise TransactionOpenError(f"{verb} would commit apart from the open transaction; use it before or after")
+    if (inside := current.get()) is not None:
+        inside.refuse(verb)
 
 
-#: The transaction that `await task.send(…)` joins, if the code runs inside one.
-current: ContextVar[Context | AppTransaction | None] = ContextVar("onefold_transaction", default=None)
+#: What ``await task.send(…)`` joins, if the code runs inside something with a commit to come.
+current: ContextVar[Joined | None] = ContextVar("onefold_transaction", default=None)

@@ -31,8 +31,8 @@ class Watch:
         self._store = store
         self._clock = clock
         self._settings = settings
-        self._looked_at = clock.steady()
-        self._awake_since = self._looked_at
+        self.looked_at = clock.steady()
+        self._awake_since = self.looked_at
 
     async def run(self) -> None:
         """Watch until cancelled; a store that does not answer keeps nobody from being watched."""
@@ -44,10 +44,10 @@ class Watch:
         while True:
             await self._clock.sleep(self._settings.tick_seconds)
             now = self._clock.steady()
-            if now - self._looked_at > _STANDSTILL_SECONDS * MICROSECONDS:
+            if now - self.looked_at > _STANDSTILL_SECONDS * MICROSECONDS:
                 # Nobody could move while the machine slept, so nobody is late.
                 self._awake_since = now
-            self._looked_at = now
+            self.looked_at = now
             for process in list(self._crew.processes.values()):
                 if process.code is None and process.killed_for is None:
                     self._look_at(process, now)

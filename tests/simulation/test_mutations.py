@@ -11,7 +11,7 @@ import pytest
 
 from onefold import App, Context, State
 from onefold.envelope import Envelope
-from onefold.store import PutOptions, Query, Stored
+from onefold.store import Outcome, PutOptions, Query, Stored
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite import session as sqlite_session
@@ -53,11 +53,11 @@ def _settle_without_fence(patch: pytest.MonkeyPatch) -> None:
 def _settle_after_the_commit(patch: pytest.MonkeyPatch) -> None:
     """The handler's rows first, the outcome in a transaction of its own afterwards."""
 
-    async def commit(self: Context, settle: Callable[[Any], Any]) -> None:
+    async def commit(self: Context, outcome: Outcome) -> None:
         self._stop_limit()
         await self._leave(None)
         async with self._store.transaction() as transaction:
-            await settle(transaction)
+            await transaction.conclude([(self._lease, outcome)])
 
     patch.setattr(Context, "commit", commit)
 

@@ -1,0 +1,132 @@
+"""``onefold workers`` and ``onefold restored``: looking after a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from onefold import inspection
+from onefold.app import App
+from onefold.cli.console import AppOrUrl, Url, errors, find_app, output
+from onefold.clock import MICROSECONDS, to_datetime
+from onefold.fleet import WorkerRecord
+from onefold.store import Record
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def workers(
+    app: AppOrUrl = None,
+    url: Url = None,
+    held: Annotated[bool, typer.Option("--held", help="List the messages that each of them holds, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which workers are alive and what they hold.
+
+    Every worker is vouched for every few seconds, and forgotten a minute after the last time.
+    """
+    fleet = asyncio.run(_look(find_app(app, url), held))
+    now = max((record.checked_at for record, _ in fleet), default=0)
+    if as_json:
+        typer.echo(msgspec.json.encode([_as_dict(record, messages if held else None) for record, messages in fleet]))
+        return
+    if not fleet:
+        errors.print("no workers")
+        return
+    output.print(_workers_table([record for record, _ in fleet], now))
+    for record, messages in fleet if held else ():
+        output.print(_held_table(record, messages, now) if messages else f"{record.name} holds nothing")
+
+
+async def _look(app: App, held: bool) -> list[tuple[WorkerRecord, list[Record]]]:
+    async with app:
+        records = await inspection.workers(app.store)
+        return [(one, await inspection.held_by(app.store, one.name) if held else []) for one in records]
+
+
+def _workers_table(records: list[WorkerRecord], now: int) -> Table:
+    table = Table("worker", "pid", "parent", "lane", "queues", "up", "running", "settled", "seen", box=None)
+    for one in records:
+        stalled = f" [red]stalled {_lasting(one.stalled_seconds)}[/]" if one.stalled_seconds else ""
+        table.add_row(
+            one.name,
+            str(one.pid),
+            "-" if one.parent is None else str(one.parent),
+            one.lane,
+            ", ".join(one.queues),
+            _lasting((now - one.started_at) / MICROSECONDS),
+            f"{one.running} of {one.concurrency}{stalled}",
+            f"{one.settled:,}",
+            to_datetime(one.checked_at).strftime("%H:%M:%S"),
+        )
+    return table
+
+
+def _held_table(record: WorkerRecord, messages: list[Record], now: int) -> Table:
+    table = Table("message", "type", "queue", "age", "attempt", "crashes", title=record.name, title_justify="left", box=None)
+    for one in messages:
+        envelope = one.envelope
+        age = _lasting(max(now - envelope.created_at, 0) / MICROSECONDS)
+        row = (envelope.id, envelope.message_type, envelope.queue, age, str(one.attempt + 1), str(one.crashes))
+        table.add_row(*row)
+    return table
+
+
+def _as_dict(record: WorkerRecord, messages: list[Record] | None) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(record)
+    for name in ("started_at", "checked_at"):
+        found[name] = to_datetime(found[name]).isoformat()
+    if messages is not None:
+        found["held"] = [
+            {
+                "id": one.envelope.id,
+                "message_type": one.envelope.message_type,
+                "queue": one.envelope.queue,
+                "created_at": to_datetime(one.envelope.created_at).isoformat(),
+                "attempt": one.attempt + 1,
+                "crashes": one.crashes,
+                "fence": one.fence,
+            }
+            for one in messages
+        ]
+    return found
+
+
+def _lasting(seconds: float) -> str:
+    """Write a duration as people say it: 12s, 3m 04s, 5h 09m, 2d 03h."""
+    whole = round(seconds)
+    for large, small, size in (("d", "h", 86_400), ("h", "m", 3_600), ("m", "s", 60)):
+        if whole >= size:
+            inner = {"h": 3_600, "m": 60, "s": 1}[small]
+            return f"{whole // size}{large} {whole % size // inner:02}{small}"
+    return f"{whole}s"
+
+
+def restored(
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    actor: Annotated[str, typer.Option(help="Who you are; kept for ever.")],
+    reason: Annotated[str, typer.Option(help="What happened, such as 'backup of Monday'; kept for ever.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Tell the store that its database was restored from a backup, before any worker is started on it.
+
+    A worker from before the restore may still be alive, with a right to messages that the database has forgotten.
+    Every fence rises out of its reach and every lease ends, so it can no longer write; what it had runs again.
+    """
+    target = find_app(app, url)
+    if not yes:
+        typer.confirm("This ends every lease in the store. Was it restored from a backup?", abort=True)
+    number = asyncio.run(_restore(target, actor, reason))
+    typer.echo(f"done: {number} leases ended; workers may start")
+
+
+async def _restore(app: App, actor: str, reason: str) -> int:
+    async with app:
+        return await inspection.restored(app.store, actor=actor, reason=reason)
