@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+BENCH := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench bench-quick clean
@@ -14,7 +15,7 @@ help:
 	@echo "make demo         run the order example"
 	@echo "make test         everything CI runs: format, lint, types, import contracts, tests"
 	@echo "make check        the same without the tests"
-	@echo "make bench        measure; make bench-quick for a short run"
+	@echo "make bench        measure beside the peers and write docs/benchmarks; make bench-quick for a short look"
 	@echo "make clean        remove the environment, caches and build output"
 
 demo: $(CORE)
@@ -26,14 +27,15 @@ test: $(DEV)
 check: $(DEV)
 	@scripts/check --static
 
-bench: $(DEV)
-	@$(BIN)/python -m benchmarks
+# The peers install themselves into environments of their own, below .venv-peers.
+bench: $(BENCH)
+	@$(BIN)/python -m benchmarks --write
 
-bench-quick: $(DEV)
+bench-quick: $(BENCH)
 	@$(BIN)/python -m benchmarks --quick
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CORE): pyproject.toml constraints.txt | $(BIN)/python
@@ -45,6 +47,11 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing onefold and its development tools into $(VENV)"
 	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $(CORE) $@
+
+$(BENCH): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing onefold and what its benchmarks need into $(VENV)"
+	@$(PIP) install -c constraints.txt -e ".[bench]"
 	@touch $(CORE) $@
 
 $(BIN)/python:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from benchmarks.contenders import RAW
 from benchmarks.measures.claiming import BEGINNING, EMPTY
 from benchmarks.measures.draining import HEALTHY
-from benchmarks.measures.latency import P95
 from benchmarks.measures.resources import STATEMENTS
 
 #: A miss by less than this is a tie: figures of one run are no more exact.
-TIE = 0.9
+TIE = 0.1
 
 #: Compare with whichever peer was the best in the round.
 BEST = "best peer"
@@ -78,9 +77,9 @@ BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
 
 def verdict(ratio: float, bar: Bar) -> str:
     """Say whether a ratio reaches its bar, and if not, by how much it misses."""
-    share = bar.limit / max(ratio, 1e-9) if bar.most else ratio / bar.limit
-    if share >= 1:
+    miss = ratio / bar.limit - 1 if bar.most else 1 - ratio / bar.limit
+    if miss <= 0:
         return "reached"
-    if share > TIE:
-        return f"tie (-{1 - share:.0%})"
-    return f"{'short' if bar.aim else 'missed'} by {1 - share:.0%}"
+    if miss < TIE:
+        return f"tie ({miss:.0%})"
+    return f"{'short' if bar.aim else 'missed'} by {miss:.0%}"

@@ -1,4 +1,7 @@
-"""What takes part in a benchmark, and the message everybody sends.  Peers import this, so it needs nothing but Python."""
+"""What takes part in a benchmark, and the message everybody sends.
+
+Peers import this in environments of their own, so it needs nothing but Python.
+"""
 
 from __future__ import annotations
 

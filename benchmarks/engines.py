@@ -149,14 +149,14 @@ class Postgres:
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         with psycopg.connect(url, autocommit=True) as connection:
-            cursor = connection.execute(statement)  # type: ignore[call-overload]
+            cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
     def load(self, url: str, statements: Iterable[str]) -> None:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("SET synchronous_commit = off")
             for statement in statements:
-                connection.execute(statement)  # type: ignore[call-overload]
+                connection.execute(statement)
 
     def log_statements(self, url: str) -> None:
         """From now on, whoever connects to this database has every statement written to the server's log."""

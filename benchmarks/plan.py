@@ -91,7 +91,7 @@ WORKLOADS = (
     Workload(
         resources.idle,
         _ALONE,
-        (Row("S9", "idle worker", "% of a core"), Row(STATEMENTS, "idle worker, statements")),
+        (Row("S9", "idle worker", "% of a core"), Row(STATEMENTS, "idle worker", "statements/s")),
         rounds_max=1,
     ),
     Workload(claiming.with_history, _ALONE, (Row("S10", "claim of 100, history kept", "ms"),), rounds_max=1),

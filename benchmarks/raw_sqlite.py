@@ -31,7 +31,7 @@ _DELETE = "DELETE FROM job WHERE id = ?"
 _STEP = "INSERT INTO step (job, number, output) VALUES (?, ?, 'ok')"
 _EFFECT = insert_effect("sqlite:///")
 
-Row = tuple[int, str]
+Row = tuple[Any, ...]
 
 
 class RawSQLite:

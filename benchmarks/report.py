@@ -30,7 +30,7 @@ def lines(everything: Sequence[Results], workloads: Sequence[Workload]) -> Itera
 def _lines_of(row: Row, results: Results) -> Iterator[Line]:
     ours = _number(results.figure(row.name)) or "–"
     beginning = (f"{row.name.split()[0]} {row.title}, {row.unit}", results.store, ours)
-    for comparison in results.compare(row.name) or [Comparison("", None, None, None, "")]:
+    for comparison in results.compare(row.name):
         yield (*beginning, *_cells(comparison))
         beginning = ("", "", "")
 

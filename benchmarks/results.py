@@ -67,14 +67,17 @@ class Results:
         """Set our figure beside every other of the row and beside what its bars name."""
         bars = {bar.against: bar for bar in BARS.get((row, self.store), ())}
         names = dict.fromkeys([*(name for name in self.series(row) if name != OURS), *bars])
-        return [self._comparison(row, name, bars.get(name)) for name in names]
+        comparisons = [self._comparison(row, name, bars.get(name)) for name in names]
+        if reason := self.reasons.get((row, OURS)):
+            comparisons.insert(0, Comparison(ABSOLUTE, None, None, None, reason))
+        return comparisons
 
     def _comparison(self, row: str, against: str, bar: Bar | None) -> Comparison:
         ratio = self.ratio(row, against)
         others = self._others(row, against)
         figure = statistics.median(others) if others and against != ABSOLUTE else None
         if ratio is None:
-            said = self.reasons.get((row, against)) or self.reasons.get((row, OURS)) or (NOT_MEASURED if bar else "")
+            said = self.reasons.get((row, against)) or (NOT_MEASURED if bar else "")
         else:
             said = verdict(ratio, bar) if bar else ""
         return Comparison(against, figure, ratio, bar, said)

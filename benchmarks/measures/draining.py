@@ -1,4 +1,7 @@
-"""S4 to S7 and S11: messages drained per second, from the first handler's start until the store says that none is left."""
+"""S4 to S7 and S11: messages drained per second.
+
+The clock runs from the start of the first handler until the store says that nothing is left.
+"""
 
 from __future__ import annotations
 

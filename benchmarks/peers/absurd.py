@@ -36,10 +36,13 @@ class AbsurdWorkflow:
         return app
 
     async def setup(self) -> None:
-        program = Path(sys.executable).parent / "absurdctl"
-        for command in (("init",), ("create-queue", _QUEUE)):
-            subprocess.run([program, *command, "-d", self._url], check=True)
+        self._control("init")
+        self._control("create-queue", _QUEUE)
         self._app = self._declare(None)
+
+    def _control(self, *command: str) -> None:
+        program = Path(sys.executable).parent / "absurdctl"
+        subprocess.run([program, *command, "-d", self._url], check=True)
 
     async def enqueue_one(self, job: Job) -> None:
         self._app.spawn(_TASK, job._asdict())

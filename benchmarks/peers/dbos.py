@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import threading
 from typing import Any
 
 import psycopg
@@ -73,9 +72,9 @@ class Dbos:
             with sqlite3.connect(self._system.removeprefix(_SQLITE), timeout=30) as file:
                 return int(file.execute(_LEFT.format("")).fetchone()[0])
         with psycopg.connect(self._url) as connection:
-            return int(connection.execute(_LEFT.format("dbos.")).fetchone()[0])  # type: ignore[arg-type, index]
+            return int(connection.execute(_LEFT.format("dbos.")).fetchone()[0])  # type: ignore[index]
 
     async def drain(self, tally: Tally, ready: Ready) -> None:
         ready()
         await asyncio.to_thread(self._launch, tally)
-        threading.Event().wait()
+        await asyncio.Event().wait()

@@ -1,9 +1,9 @@
-"""litequeue on SQLite, synchronous=NORMAL.  It has no worker of its own: the loop here takes, runs and marks as done."""
+"""litequeue on SQLite, synchronous=NORMAL.  It has no worker: the loop here takes, runs and marks as done."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 
 from litequeue import LiteQueue
 
@@ -36,7 +36,7 @@ class Litequeue:
         while True:
             message = queue.pop()
             if message is None:
-                time.sleep(_IDLE_SECONDS)
+                await asyncio.sleep(_IDLE_SECONDS)
                 continue
             job = json.loads(message.data)
             tally.count(job["seq"], job["t0"])

@@ -8,8 +8,8 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from datetime import timedelta
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from datetime import datetime, timedelta
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -17,16 +17,22 @@ from onefold import inspection, limits
 from onefold.clock import Clock, SystemClock, new_id, system_random
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
-from onefold.execution import Execution, Middleware
+from onefold.execution import Execution
 from onefold.fleet import worker_name
 from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt, Source
-from onefold.registry import DEFAULT_RETRY, Call, Effect, Registry, Task, TaskSettings
+from onefold.recurring import Keeper, Schedule, check_policy, template_of
+from onefold.registry import DEFAULT_RETRY, Call, Effect, Recurring, Registry, Task, TaskOptions, TaskSettings
 from onefold.retry import RetryPolicy
+from onefold.running import WorkflowVerbs
+from onefold.schedule import Catchup
 from onefold.slots import Slots
 from onefold.store import Counts, PutOptions, Query, Record, Store
 from onefold.stores import open_store
+from onefold.stretch import Middleware
+from onefold.ticker import Ticker
+from onefold.timetable import make_timetable
 from onefold.transaction import AppTransaction, Buffer, Context, current, refuse_inside
 from onefold.worker import Worker, WorkerSettings
 
@@ -42,7 +48,7 @@ OnSend = Callable[[Envelope], Envelope]
 URL_VARIABLE = "ONEFOLD_URL"
 
 
-class App:
+class App(WorkflowVerbs):
     """Handlers and the store their messages rest in.
 
     ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.
@@ -70,7 +76,7 @@ class App:
         self._on_send: list[OnSend] = []
         self._lifespan: Lifespan | None = None
         self._workers: list[Worker] = []
-        self._sources: dict[str, Source[Any]] = {}
+        self._sources: dict[Task[Any, Any], Source[Any]] = {}
 
     # declaring
 
@@ -104,6 +110,31 @@ class App:
         """
         declare = _Declare(self, TaskSettings(**settings))
         return declare(*function) if function else declare
+
+    def recurring(
+        self,
+        expression: str | None = None,
+        /,
+        *,
+        timezone: str = "UTC",
+        every: timedelta | float | None = None,
+        mode: Literal["rate", "delay"] | None = None,
+        anchor: datetime | None = None,
+        catchup: Catchup | None = None,
+        window: timedelta | float | None = None,
+        **settings: Unpack[TaskOptions],
+    ) -> _Declare:
+        """Declare a task that is sent by itself: once per fire time, on however many machines workers run.
+
+        ``expression`` is a cron expression in a time zone; or ``every`` an interval, with ``mode="rate"`` at fixed
+        times counted from ``anchor`` (1970), or with ``mode="delay"`` so long after the last run has ended.
+        ``catchup`` says what becomes of fire times at which no worker was there: ``skip`` (the default) drops them,
+        ``last`` sends one for the latest, ``all`` sends each, none older than ``window``.
+        It can be sent by hand too, so its arguments need defaults.  Fire times are kept to about a second.
+        """
+        timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
+        policy = check_policy(timetable, catchup, window)
+        return _Declare(self, TaskSettings(**settings), lambda task: Recurring(task, timetable, *policy))
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
@@ -193,21 +224,30 @@ class App:
     # sending
 
     def _prepare(self, call: Call[R], parent: Envelope | None, index: int) -> tuple[Envelope, Receipt[R]]:
-        if self._registry.tasks.get(call.task.name) is not call.task:
+        if self._registry.tasks.get(call.task.name) is not call.task and not self._registry.knows(call.task):
             raise ConfigurationError(
                 f"{call.task.name} belongs to another app, so its message cannot join this commit; "
                 "send it before or after, or declare the task on this app"
             )
-        envelope = call.envelope(new_id(self._clock.now(), self._chance), parent=parent, index=index)
-        for change in self._on_send:
-            envelope = check(change(envelope))
+        envelope = call.envelope(self.fresh_id(), parent=parent, index=index)
+        if self._on_send:
+            envelope = self._complete(envelope)
         return envelope, Receipt(envelope.id, self._source(call.task))
 
+    def fresh_id(self) -> str:
+        """Make an id that no other message or signal has."""
+        return new_id(self._clock.now(), self._chance)
+
+    def _complete(self, envelope: Envelope) -> Envelope:
+        for change in self._on_send:
+            envelope = change(envelope)
+        return check(envelope)
+
     def _source(self, task: Task[Any, R]) -> Source[R]:
-        source = self._sources.get(task.name)
+        source = self._sources.get(task)
         if source is None:
             source = Source(task.signature.decode_result, self._find_outside, self._clock.sleep)
-            self._sources[task.name] = source
+            self._sources[task] = source
         return source
 
     async def _find_outside(self, query: Query) -> list[Record]:
@@ -216,10 +256,7 @@ class App:
 
     async def dispatch(self, call: Call[R]) -> Receipt[R]:
         """Send one call; inside a handler or transaction it joins that commit instead of leaving now."""
-        inside = current.get()
-        if isinstance(inside, Context):
-            return inside.buffer.add(call)
-        if isinstance(inside, AppTransaction):
+        if (inside := current.get()) is not None:
             return inside.add(call)
         envelope, receipt = self._prepare(call, None, 0)
         stored = (await self.store.put([envelope], PutOptions(if_dead=call.options.get("if_dead", "keep"))))[0]
@@ -270,7 +307,7 @@ class App:
         if isinstance(current.get(), Context):
             raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
         refuse_inside("transaction()")
-        buffer = Buffer(self._prepare)
+        buffer = Buffer(self._prepare, fresh_id=self.fresh_id)
         async with self.store.transaction(connection) as opened:
             inside = AppTransaction(opened, buffer)
             token = current.set(inside)
@@ -281,6 +318,8 @@ class App:
                 buffer.close()
             stored = await opened.put(buffer.envelopes) if buffer.envelopes else []
             buffer.refuse_clashes(stored)
+            for note in buffer.notes:
+                await opened.record(note.message_id, [note.step])
         buffer.confirm(stored)
 
     # working
@@ -333,7 +372,8 @@ class App:
                 resources,
                 quarantine_after,
             )
-            worker = Worker(execution, settings, slots)
+            ticker = Ticker(self.store, self._clock, self._chance, self._registry, self._complete)
+            worker = Worker(execution, settings, slots, ticker)
             self._workers.append(worker)
             try:
                 if begin is not None:
@@ -347,6 +387,54 @@ class App:
         """Ask the workers of this app to finish what they run, hand back the rest and return."""
         for worker in self._workers:
             worker.stop()
+
+    # recurring
+
+    async def schedule(
+        self,
+        call: Call[Any],
+        expression: str | None = None,
+        /,
+        *,
+        name: str,
+        timezone: str = "UTC",
+        every: timedelta | float | None = None,
+        mode: Literal["rate", "delay"] | None = None,
+        anchor: datetime | None = None,
+        catchup: Catchup | None = None,
+        window: timedelta | float | None = None,
+    ) -> Schedule:
+        """Make a schedule at run time, or change the one of this name; see ``recurring`` for what the options mean.
+
+        When it returns, the schedule is durable; saying the same again changes nothing.  Nothing of the past fires.
+        Workers in other processes know of it within a minute.
+        """
+        refuse_inside("schedule()")
+        timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
+        policy = check_policy(timetable, catchup, window)
+        if not self._registry.knows(call.task):
+            raise ConfigurationError(f"{call.task.name} belongs to another app; make its schedule there")
+        return await self._keeper().add(name, template_of(call), timetable, *policy)
+
+    async def unschedule(self, name: str) -> bool:
+        """Forget a schedule; True when it was there.  What it has sent stays.
+
+        One that is declared in code comes back with the next start of a worker that has it.
+        """
+        refuse_inside("unschedule()")
+        return await self._keeper().remove(name)
+
+    async def schedules(self) -> dict[str, Schedule]:
+        """Return the schedules by name, with when they fired and will fire: ``(await app.schedules())["report"]``."""
+        refuse_inside("schedules()")
+        return await self._keeper().all()
+
+    def _keeper(self) -> Keeper:
+        return Keeper(self.store, self._clock, self._chance, self._complete, self._wake_tickers)
+
+    def _wake_tickers(self) -> None:
+        for worker in self._workers:
+            worker.wake_ticker()
 
     # people
 
@@ -376,9 +464,12 @@ class App:
 class _Declare:
     """The decorator ``app.task(…)`` returns."""
 
-    def __init__(self, app: App, settings: TaskSettings) -> None:
+    def __init__(
+        self, app: App, settings: TaskSettings, recurs: Callable[[Task[Any, Any]], Recurring] | None = None
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._recurs = recurs
 
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
@@ -386,5 +477,8 @@ class _Declare:
     def __call__(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Awaitable[Any]], /) -> Any:
         task: Task[Any, Any] = Task(self._app, function, self._settings)
+        recurring = None if self._recurs is None else self._recurs(task)
         self._app._registry.add(task)
+        if recurring is not None:
+            self._app._registry.recurring[task.name] = recurring
         return task

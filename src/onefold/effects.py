@@ -198,13 +198,13 @@ def entries(steps: Iterable[Step]) -> list[LedgerEntry]:
     return found
 
 
-async def resolve(store: Store, message_id: str, name: str, *, happened: bool, value: Any, act: Act) -> bool:
-    """Say what became of an uncertain effect, and let the message run again if it was parked; see ``App.resolve``."""
+async def resolve(store: Store, message_id: str, name: str, value: bytes | None, act: Act) -> bool:
+    """Say that an uncertain effect happened with this value, or with None that it did not; see ``App.resolve``."""
     found = [entry for entry in entries(await store.steps(message_id)) if entry.name == name]
     if not found or found[0].state != "uncertain":
         return False
-    if happened:
-        told = Step(name, StepKind.EFFECT, encode(value))
+    if value is not None:
+        told = Step(name, StepKind.EFFECT, value)
     else:
         told = Step(_try_line(name, found[0].tries - 1), StepKind.VOID, _NOTHING)
     async with store.transaction() as transaction:

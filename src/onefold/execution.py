@@ -6,7 +6,6 @@ commit its transaction together with the outcome, or hand the outcome to the cal
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +14,16 @@ from typing import Any
 
 from onefold import limits
 from onefold.clock import Clock
-from onefold.errors import HandlerTimeoutError, LeaseLostError, StoreUnavailableError
+from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.registry import Registry, Task
 from onefold.retry import decide
+from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, Lease, Outcome, Store
+from onefold.stretch import Middleware, Tools, stopped_from_outside, until_a_person_acts, wrapped
 from onefold.transaction import Context, Prepare, current
+from onefold.workflow import Workflow, drive
 
 logger = logging.getLogger("onefold")
-
-#: Wraps every run of a handler: ``async def middleware(ctx, proceed): return await proceed()``.
-Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 #: A message from a newer version of the code waits this long for a newer worker.
 UNSUPPORTED_SECONDS = 30.0
@@ -52,15 +51,20 @@ class Execution:
         Returns the outcome still to be settled, or None when it was settled in the handler's own commit.
         Raises ``LeaseLostError`` when somebody else owns the message: then nothing was written.
         """
-        if refusal := self._refuse(lease):
+        task = self.registry.handler(lease.envelope)
+        if refusal := self._refuse(task, lease):
             return refusal
-        task = self.registry.tasks[lease.envelope.message_type]
+        if isinstance(task, Workflow):
+            return await self._drive(task, lease, held_until)
         context = Context(lease, self.store, self.prepare, self.resources, held_until)
         token = current.set(context)
         try:
             result = await self._handle(task, context, lease)
             context.close()
-            done = Done(task.signature.encode_result(result), tuple(context.buffer.envelopes), task.key_window)
+            if context.uncertain is not None:
+                raise context.uncertain
+            sent, told = tuple(context.buffer.envelopes), tuple(context.buffer.notes)
+            done = Done(task.signature.encode_result(result), sent, task.key_window, notes=told)
             if not context.in_transaction:
                 return done
             await context.commit(done)
@@ -68,16 +72,26 @@ class Execution:
         except BaseException as error:
             context.close()
             await context.roll_back(error)
-            if isinstance(error, LeaseLostError) or _stopped_by_worker(error):
+            if isinstance(error, LeaseLostError) or stopped_from_outside(error):
                 raise
+            if context.uncertain is not None:
+                return until_a_person_acts(lease, context.uncertain)
             return self._decide(task, lease, error)
         finally:
             current.reset(token)
 
-    def _refuse(self, lease: Lease) -> Outcome | None:
+    async def _drive(self, workflow: Workflow[Any, Any], lease: Lease, held_until: Callable[[], int]) -> Outcome:
+        tools = Tools(self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
+        try:
+            return await drive(workflow, lease, tools)
+        except BaseException as error:
+            if isinstance(error, LeaseLostError) or stopped_from_outside(error):
+                raise
+            return self._decide(workflow, lease, error)
+
+    def _refuse(self, task: Task[Any, Any], lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""
         envelope = lease.envelope
-        task = self.registry.tasks[envelope.message_type]
         if lease.crashes >= self.quarantine_after:
             text = f"its worker died {lease.crashes} times while it may have been running"
             failure = Failure(reason="quarantined", error_type="Crash", error_message=text)
@@ -99,16 +113,8 @@ class Execution:
 
         call: Callable[[], Awaitable[Any]] = proceed
         for middleware in reversed(self.middleware):
-            call = _wrapped(middleware, context, call)
-        if task.timeout_seconds is None:
-            return await call()
-        try:
-            async with asyncio.timeout(task.timeout_seconds) as limit:
-                return await call()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise HandlerTimeoutError(f"{task.name} ran longer than {task.timeout_seconds:g} s") from error
+            call = wrapped(middleware, context, call)
+        return await in_time(call, task.timeout_seconds, task.name)
 
     def _decide(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
         if isinstance(error, StoreUnavailableError):
@@ -135,15 +141,3 @@ class Execution:
             type(error).__name__,
         )
         return outcome
-
-
-def _stopped_by_worker(error: BaseException) -> bool:
-    """Tell a cancellation that came from outside from a handler that raised ``CancelledError`` by itself."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def _wrapped(
-    middleware: Middleware, context: Context, proceed: Callable[[], Awaitable[Any]]
-) -> Callable[[], Awaitable[Any]]:
-    return lambda: middleware(context, proceed)

@@ -14,7 +14,10 @@ from onefold import limits
 from onefold.clock import to_datetime
 from onefold.envelope import to_json
 from onefold.errors import ConfigurationError, StoreError
+from onefold.fleet import workers
 from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
+
+__all__ = ["DeadLetter", "cancel", "dead_letters", "held_by", "redrive", "restored", "workers"]
 
 
 class DeadLetter:
@@ -112,10 +115,37 @@ async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> b
     return bool(await _move(store, [message_id], State.CANCELLED, actor=actor, reason=reason))
 
 
+async def held_by(store: Store, worker: str) -> list[Record]:
+    """Return the messages that a worker has leased."""
+    found: list[Record] = []
+    while page := await store.find(
+        Query(worker=worker, states=(State.LEASED,), after=found[-1].envelope.id if found else "")
+    ):
+        found += page
+    return found
+
+
+async def restored(store: Store, *, actor: str, reason: str, at: int) -> int:
+    """Shut out every worker from before a restore from backup, and keep who said so; returns how many leases ended.
+
+    A crash in the middle leaves the note and perhaps not the deed; doing it twice is harmless.
+    """
+    act = _act(actor, reason)
+    note = msgspec.json.encode({"actor": act.actor, "reason": act.reason})
+    async with store.transaction() as transaction:
+        await transaction.register("restored", to_datetime(at).isoformat(), note, version=0)
+    return await store.restored()
+
+
 async def _move(store: Store, ids: Sequence[str], to: State, *, actor: str, reason: str) -> list[str]:
-    limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
-    limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
+    act = _act(actor, reason)
     for id_ in ids:
         limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
     async with store.transaction() as transaction:
-        return await transaction.move(ids, to, Act(actor=actor, reason=reason))
+        return await transaction.move(ids, to, act)
+
+
+def _act(actor: str, reason: str) -> Act:
+    limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
+    limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
+    return Act(actor=actor, reason=reason)

@@ -30,7 +30,7 @@ _STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 
 encode = msgspec.json.Encoder().encode
 decode_failure = msgspec.json.Decoder(Failure).decode
-_decode_ended = msgspec.json.Decoder(Ended).decode
+decode_ended = msgspec.json.Decoder(Ended).decode
 _decode_text = msgspec.json.Decoder(str | None).decode
 _decode_seconds = msgspec.json.Decoder(float).decode
 
@@ -174,7 +174,7 @@ class Journal:
         """Return how a child ended, the last time it did."""
         number, found = 0, None
         while (step := self._lines.get((child_line(name, number), StepKind.CHILD))) is not None:
-            number, found = number + 1, _decode_ended(step.value)
+            number, found = number + 1, decode_ended(step.value)
         return found
 
     def take_signal(self, name: str, signal: str) -> Step | None:

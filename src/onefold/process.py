@@ -32,6 +32,7 @@ class WorkerProcess:
         self._process = process
         self._faults = faults
         self._line: asyncio.StreamWriter | None = None
+        self._settled_at_end = 0
         self.orders = orders
         self.board = board
         self.ready = asyncio.Event()
@@ -73,7 +74,9 @@ class WorkerProcess:
     @property
     def settled(self) -> int:
         """How many messages it has settled, as far as it has said so."""
-        return self.board.settled if self.stopped is None else self.stopped.settled
+        if self.stopped is not None:
+            return self.stopped.settled
+        return self._settled_at_end if self.buried.is_set() else self.board.settled
 
     @property
     def leaving(self) -> bool:
@@ -154,6 +157,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Let go of what was shared with it."""
+        self._settled_at_end = self.board.settled
         self.board.close()
         os.close(self._faults)
 

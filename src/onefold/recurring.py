@@ -1,60 +1,40 @@
-"""A use of the flow: recurring tasks, fired by every worker and by none in particular.
+"""A use of the flow: recurring tasks, as they are declared, made, changed and looked at.
 
-A schedule is an entry of the register.  Each worker looks when one is due, by the store's clock, and puts the
-occurrence's message and the new watermark in one commit; the entry is compared and set, so one of them wins.
-There is no leader: a worker that dies in between leaves nothing behind, and the next one to look does its work.
+A schedule is an entry of the register, compared and set by everybody who changes it.
+``ticker.py`` fires what is due; nothing here does, except when a person asks for a run now.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from onefold import limits
-from onefold.clock import MICROSECONDS, Clock, to_datetime
-from onefold.envelope import Envelope, Occurrence
+from onefold.clock import MICROSECONDS, Clock, new_id, to_datetime
+from onefold.envelope import UNKEYED, Envelope, Occurrence
 from onefold.errors import ConfigurationError, StoreUnavailableError, seconds
 from onefold.registry import Call, Registry
-from onefold.schedule import (
-    KIND,
-    Catchup,
-    Fire,
-    ScheduleRecord,
-    decode_schedule,
-    encode_schedule,
-    occurrence_key,
-    plan,
-)
-from onefold.store import Query, Registered, Store
-from onefold.timetable import Delay, Timetable
+from onefold.schedule import KIND, Catchup, ScheduleRecord, decode_schedule, encode_schedule
+from onefold.store import Registered, Store
+from onefold.timetable import Cron, Delay, Timetable, preview, zone_of
 
 logger = logging.getLogger("onefold")
 
-#: When the store cannot be reached, look again after this long.
-_BACK_OFF_SECONDS = 5.0
 #: Attempts to write an entry that others write too; each is lost only to somebody who won.
 _ROUNDS_MAX = 20
-#: What would make a message another one than the occurrence it stands for.
-_DECIDED = {
-    "key",
-    "delay",
-    "at",
-    "deduplicate",
-    "deduplicate_for",
-    "if_dead",
-    "sequence",
-    "correlation_id",
-    "causation_id",
-}
+#: Options that would make a message another one than the occurrence it stands for.
+_DECIDED = frozenset(
+    ("key", "delay", "at", "deduplicate", "deduplicate_for", "if_dead", "sequence", "correlation_id", "causation_id")
+)
 
-#: Gives a message its id and lets the app's ``on_send`` see it.
+#: Lets the app's ``on_send`` see a message.
 Complete = Callable[[Envelope], Envelope]
+Change = Callable[[ScheduleRecord], ScheduleRecord]
 
 
 # declaring
@@ -64,9 +44,7 @@ def template_of(call: Call[Any]) -> Envelope:
     """Return the message that a schedule puts again and again, without what differs each time."""
     if wrong := sorted(call.options.keys() & _DECIDED):
         raise ConfigurationError(f"{call.task.name}: a schedule decides about {', '.join(wrong)} by itself")
-    return msgspec.structs.replace(
-        call.envelope("-"), idempotency_key="-", correlation_id="-", causation_id="-", fingerprint=call.fingerprint
-    )
+    return msgspec.structs.replace(call.envelope("-"), idempotency_key="-", correlation_id="-", causation_id="-")
 
 
 def check_policy(
@@ -110,10 +88,10 @@ async def read_schedules(store: Store) -> dict[str, tuple[ScheduleRecord, int]]:
 
 
 def _readable(entries: Mapping[str, Registered]) -> Iterable[tuple[str, tuple[ScheduleRecord, int]]]:
-    for name, entry in entries.items():
+    for name, entry in sorted(entries.items()):
         try:
             yield name, (decode_schedule(entry.value), entry.version)
-        except (msgspec.DecodeError, ValueError) as error:
+        except msgspec.DecodeError as error:
             # Written by a newer version, whose workers take care of it.
             logger.warning("schedule_unreadable schedule=%s error=%s", name, error)
 
@@ -141,9 +119,7 @@ async def keep_schedule(store: Store, wanted: ScheduleRecord) -> ScheduleRecord:
             window=wanted.window,
             declared=wanted.declared,
         )
-        if found.timetable == wanted.timetable:
-            return changed
-        return begin_now(changed, wanted.made_at)
+        return changed if found.timetable == wanted.timetable else begin_now(changed, wanted.made_at)
 
     kept = await change_schedule(store, wanted.name, change)
     assert kept is not None
@@ -151,9 +127,10 @@ async def keep_schedule(store: Store, wanted: ScheduleRecord) -> ScheduleRecord:
 
 
 def begin_now(schedule: ScheduleRecord, now: int) -> ScheduleRecord:
-    """Let nothing before now fire, and nothing that has fired fire again."""
+    """Let nothing fire that was meant for before now, and nothing that has fired already."""
+    awaiting = schedule.awaiting if isinstance(schedule.timetable, Delay) else None
     return msgspec.structs.replace(
-        schedule, watermark=max(schedule.watermark, now), dropped=None, rewound=False, awaiting=None
+        schedule, watermark=max(schedule.watermark, now), dropped=None, rewound=False, awaiting=awaiting
     )
 
 
@@ -167,7 +144,7 @@ async def change_schedule(
         wanted = change(found)
         if wanted == found:
             return wanted
-        value = None if wanted is None else _encoded(wanted)
+        value = None if wanted is None else encoded(wanted)
         async with store.transaction() as transaction:
             written = await transaction.register(KIND, name, value, version=entry.version if entry else 0)
         if written:
@@ -175,7 +152,8 @@ async def change_schedule(
     raise StoreUnavailableError(f"schedule {name!r} was changed by others {_ROUNDS_MAX} times in a row; try again")
 
 
-def _encoded(schedule: ScheduleRecord) -> bytes:
+def encoded(schedule: ScheduleRecord) -> bytes:
+    """Return a schedule as it is kept, or refuse it for its size."""
     value = encode_schedule(schedule)
     if len(value) > limits.SCHEDULE_BYTES_MAX:
         raise ConfigurationError(
@@ -185,161 +163,196 @@ def _encoded(schedule: ScheduleRecord) -> bytes:
     return value
 
 
-def message_for(schedule: ScheduleRecord, occurrence: Occurrence, key: str, complete: Complete) -> Envelope:
+def message_for(
+    schedule: ScheduleRecord, occurrence: Occurrence, *, id_: str, key: str, complete: Complete
+) -> Envelope:
     """Return the message that stands for one occurrence."""
-    made = complete(msgspec.structs.replace(schedule.template, occurrence=occurrence))
-    causation = f"schedule:{schedule.name}"
-    return msgspec.structs.replace(made, idempotency_key=key, correlation_id=made.id, causation_id=causation)
+    return complete(
+        msgspec.structs.replace(
+            schedule.template,
+            id=id_,
+            idempotency_key=key,
+            correlation_id=id_,
+            causation_id=f"schedule:{schedule.name}",
+            occurrence=occurrence,
+        )
+    )
 
 
-# firing
+# for people
 
 
-class Ticker:
-    """Fires what is due, for one worker; any number of them may do so on one store."""
+class Keeper:
+    """Where schedules are kept, and what is needed to change one and to put its message."""
 
     def __init__(
-        self, store: Store, clock: Clock, chance: random.Random, registry: Registry, complete: Complete
+        self, store: Store, clock: Clock, chance: random.Random, complete: Complete, changed: Callable[[], None]
     ) -> None:
-        self._store = store
+        self.store = store
         self._clock = clock
         self._chance = chance
-        self._registry = registry
         self._complete = complete
-        self._declared = False
-        self._woken = asyncio.Event()
-        #: When each schedule fires next, as of one version of its entry.
-        self._next: dict[str, tuple[int, int | None]] = {}
+        self._changed = changed
 
-    def wake(self) -> None:
-        """Look at once: a schedule was changed in this process."""
-        self._woken.set()
+    async def add(
+        self, name: str, template: Envelope, timetable: Timetable, catchup: Catchup, window: int | None
+    ) -> Schedule:
+        """Make or change a schedule; durable when it returns."""
+        limits.check_name("schedule", name)
+        known = await self.store.entries(KIND)
+        if name not in known and len(known) >= limits.SCHEDULES_MAX:
+            raise ConfigurationError(
+                f"there are {len(known)} schedules; at most {limits.SCHEDULES_MAX} are allowed: keep the many in a "
+                "table of your own, and let one schedule send what is due"
+            )
+        now = await self.store.now()
+        wanted = ScheduleRecord(
+            name=name,
+            timetable=timetable,
+            template=template,
+            catchup=catchup,
+            window=window,
+            made_at=now,
+            watermark=now,
+        )
+        kept = await keep_schedule(self.store, wanted)
+        self._changed()
+        return Schedule(kept, now, self)
 
-    async def run(self) -> None:
-        """Fire what is due until cancelled."""
-        while True:
-            self._woken.clear()
-            try:
-                pause = await self.tick()
-            except StoreUnavailableError as error:
-                logger.warning("store_unavailable doing=tick error=%s", error)
-                pause = _BACK_OFF_SECONDS
-            await self._rest(pause)
+    async def all(self) -> dict[str, Schedule]:
+        """Return every schedule by its name."""
+        found = await read_schedules(self.store)
+        now = await self.store.now()
+        return {name: Schedule(record, now, self) for name, (record, _) in found.items()}
 
-    async def _rest(self, pause: float) -> None:
-        waits = [asyncio.ensure_future(self._clock.sleep(pause)), asyncio.ensure_future(self._woken.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+    async def remove(self, name: str) -> bool:
+        """Forget a schedule; True when it was there.  What it has put stays."""
+        there = name in await self.store.entries(KIND)
+        await change_schedule(self.store, name, lambda _: None)
+        self._changed()
+        return there
 
-    async def tick(self) -> float:
-        """Put what is due now and return after how many seconds to look again.
+    async def change(self, name: str, change: Change) -> ScheduleRecord:
+        """Change a schedule that must be there."""
 
-        A crash in the middle leaves each schedule either advanced together with its messages, or as it was.
-        """
-        if not self._declared:
-            await self._declare()
-        schedules = {name: one for name, one in (await read_schedules(self._store)).items() if self._is_mine(one[0])}
-        if not schedules:
-            return limits.SCHEDULE_RELOAD_SECONDS
-        asked_at, now = self._clock.steady(), await self._store.now()
-        ended = await self._ended([one for one, _ in schedules.values()])
-        looks = [await self._advance(one, version, now, ended) for one, version in schedules.values()]
-        passed = self._clock.steady() - asked_at
-        soonest = min((look for look in looks if look is not None), default=limits.INSTANT_MAX)
-        pause = max(soonest - now - passed, 0) / MICROSECONDS
-        return min(pause + self._chance.uniform(0, limits.TICK_JITTER_SECONDS), limits.SCHEDULE_RELOAD_SECONDS)
+        def change_found(found: ScheduleRecord | None) -> ScheduleRecord:
+            if found is None:
+                raise ConfigurationError(f"there is no schedule {name!r} any more")
+            return change(found)
 
-    async def _declare(self) -> None:
-        """Bring what stands in the code into the register; done once, when the worker starts."""
-        if self._registry.recurring:
-            now = await self._store.now()
-            for wanted in declared_schedules(self._registry, now):
-                await keep_schedule(self._store, wanted)
-        self._declared = True
+        changed = await change_schedule(self.store, name, change_found)
+        assert changed is not None
+        self._changed()
+        return changed
 
-    def _is_mine(self, schedule: ScheduleRecord) -> bool:
-        """Whether this worker's code can handle it; one that was removed from the code is fired by nobody."""
-        if schedule.declared and schedule.name not in self._registry.recurring:
-            return False
-        return not schedule.paused and schedule.template.message_type in self._registry.tasks
-
-    async def _ended(self, schedules: list[ScheduleRecord]) -> dict[str, int]:
-        """Return when the awaited messages ended, by id; those that are no longer kept have ended long ago."""
-        awaited = {one.awaiting: one for one in schedules if one.awaiting is not None}
-        if not awaited:
-            return {}
-        found = await self._store.find(Query(ids=tuple(awaited), limit=len(awaited)))
-        ended = {id_: one.watermark for id_, one in awaited.items()}
-        for record in found:
-            del ended[record.envelope.id]
-            if record.state.ended and record.ended_at is not None:
-                ended[record.envelope.id] = record.ended_at
-        return ended
-
-    async def _advance(self, schedule: ScheduleRecord, version: int, now: int, ended: Mapping[str, int]) -> int | None:
-        """Bring one schedule up to now and return when to look at it again."""
-        known_version, known_next = self._next.get(schedule.name, (0, None))
-        if known_version == version and known_next is not None and schedule.watermark <= now < known_next:
-            return known_next
-        try:
-            decided = plan(schedule, now, ended.get(schedule.awaiting or ""))
-            if decided is None:
-                self._next[schedule.name] = (version, schedule.next_at(now))
-                return _look_at(schedule, now)
-            messages = [message_for(schedule, one, occurrence_key(one), self._complete) for one in decided.occurrences]
-            after = _with_last(decided.after, messages, now)
-            return _look_at(after, now) if await self._write(schedule, after, version, messages, now) else now
-        except StoreUnavailableError:
-            raise
-        except Exception:
-            # One schedule that cannot be fired, for instance because on_send refuses it, must not stop the others.
-            logger.exception("schedule_failed schedule=%s", schedule.name)
-            return None
-
-    async def _write(
-        self, before: ScheduleRecord, after: ScheduleRecord, version: int, messages: list[Envelope], now: int
-    ) -> bool:
-        """Put the messages and the new watermark in one commit; False when somebody else was quicker."""
-        async with self._store.transaction() as transaction:
-            # First, because whoever comes second waits here and then has nothing to undo.
-            if not await transaction.register(KIND, before.name, _encoded(after), version=version):
-                return False
-            stored = await transaction.put(messages) if messages else []
-        for message, one in zip(messages, stored, strict=True):
-            _log_fired(message, now, duplicate=one.duplicate or one.clash)
-        if dropped := after.missed - before.missed:
-            logger.warning("schedule_missed schedule=%s occurrences=%d", before.name, dropped)
-        return True
+    async def put(self, schedule: ScheduleRecord) -> str:
+        """Put a message for now, out of turn, and return its id."""
+        now = await self.store.now()
+        id_ = new_id(self._clock.now(), self._chance)
+        occurrence = Occurrence(schedule.name, now, timezone=schedule.timetable.timezone)
+        message = message_for(schedule, occurrence, id_=id_, key=f"{UNKEYED}{id_}", complete=self._complete)
+        await self.store.put([message])
+        return id_
 
 
-def _look_at(schedule: ScheduleRecord, now: int) -> int | None:
-    """Return when to look at a schedule again; the end of a run is looked for before the next could be due."""
-    if schedule.awaiting is not None and isinstance(schedule.timetable, Delay):
-        return now + max(schedule.timetable.every // 2, MICROSECONDS)
-    return schedule.next_at(now)
+class Schedule:
+    """A schedule as people see it, at the moment it was asked for, with what can be done to it."""
+
+    def __init__(self, record: ScheduleRecord, now: int, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._now = now
+        self._take(record)
+
+    def _take(self, record: ScheduleRecord) -> None:
+        self.record = record
+        self.name = record.name
+        #: The task whose messages it puts.
+        self.task = record.template.message_type
+        #: Its cron expression or interval, in words.
+        self.timetable = str(record.timetable)
+        self.timezone = record.timetable.timezone
+        self.paused = record.paused
+        #: Whether it stands in code rather than having been made at run time.
+        self.declared = record.declared
+        #: How many occurrences have been put, and how many have gone by without.
+        self.fired, self.missed = record.fired, record.missed
+        self.next_at = self._moment(record.next_at(self._now))
+        self.last_at = self._moment(None if record.last is None else record.last.scheduled_for)
+
+    def _moment(self, instant: int | None) -> datetime | None:
+        return None if instant is None else to_datetime(instant).astimezone(zone_of(self.timezone))
+
+    @property
+    def drift(self) -> timedelta | None:
+        """How late the last occurrence was put."""
+        last = self.record.last
+        return None if last is None else timedelta(microseconds=last.fired_at - last.scheduled_for)
+
+    def preview(self, number: int = 5) -> list[datetime]:
+        """Return when it will fire next if it is not paused, changed or behind."""
+        return preview(self.record.timetable, max(self._now, self.record.watermark), number)
+
+    async def pause(self) -> bool:
+        """Fire nothing until it is resumed; True when it was not paused."""
+        return await self._switch(True)
+
+    async def resume(self) -> bool:
+        """Fire again from now on; what would have fired meanwhile does not.  True when it was paused."""
+        return await self._switch(False)
+
+    async def _switch(self, paused: bool) -> bool:
+        self._now = await self._keeper.store.now()
+        was: list[bool] = []
+
+        def change(found: ScheduleRecord) -> ScheduleRecord:
+            was.append(found.paused)
+            changed = msgspec.structs.replace(found, paused=paused)
+            return begin_now(changed, self._now) if found.paused and not paused else changed
+
+        self._take(await self._keeper.change(self.name, change))
+        return was[-1] is not paused
+
+    async def run_now(self) -> str:
+        """Put a message now, out of turn, even when paused; returns its id.  The next occurrences stay as they are."""
+        return await self._keeper.put(self.record)
+
+    async def remove(self) -> bool:
+        """Forget it; True when it was there.  One that stands in code comes back with the next start of a worker."""
+        return await self._keeper.remove(self.name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it, ready for JSON; times are in UTC."""
+        record, last = self.record, self.record.last
+        return {
+            "name": self.name,
+            "task": self.task,
+            "queue": record.template.queue,
+            **_written(record.timetable),
+            "timezone": self.timezone,
+            "catchup": record.catchup,
+            "window_seconds": None if record.window is None else record.window / MICROSECONDS,
+            "declared": self.declared,
+            "paused": self.paused,
+            "made_at": to_datetime(record.made_at).isoformat(),
+            "next_at": _utc(record.next_at(self._now)),
+            "last_at": _utc(None if last is None else last.scheduled_for),
+            "last_fired_at": _utc(None if last is None else last.fired_at),
+            "last_message_id": None if last is None else last.message_id,
+            "drift_seconds": None if self.drift is None else self.drift.total_seconds(),
+            "fired": self.fired,
+            "missed": self.missed,
+        }
+
+    def __repr__(self) -> str:
+        return f"<schedule {self.name} {self.timetable}{' (paused)' if self.paused else ''}>"
 
 
-def _with_last(after: ScheduleRecord, messages: list[Envelope], now: int) -> ScheduleRecord:
-    if not messages or messages[-1].occurrence is None:
-        return after
-    last = Fire(messages[-1].occurrence.scheduled_for, now, messages[-1].id)
-    awaiting = last.message_id if isinstance(after.timetable, Delay) else None
-    return msgspec.structs.replace(after, last=last, awaiting=awaiting)
+def _written(timetable: Timetable) -> dict[str, Any]:
+    if isinstance(timetable, Cron):
+        return {"cron": timetable.expression, "every_seconds": None, "mode": None}
+    mode = "delay" if isinstance(timetable, Delay) else "rate"
+    return {"cron": None, "every_seconds": timetable.every / MICROSECONDS, "mode": mode}
 
 
-def _log_fired(message: Envelope, now: int, *, duplicate: bool) -> None:
-    occurrence = message.occurrence
-    assert occurrence is not None
-    logger.info(
-        "%s schedule=%s scheduled_for=%s drift=%.3f missed=%d message_id=%s",
-        "schedule_fired_before" if duplicate else "schedule_fired",
-        occurrence.schedule,
-        to_datetime(occurrence.scheduled_for).isoformat(),
-        (now - occurrence.scheduled_for) / MICROSECONDS,
-        occurrence.missed,
-        message.id,
-    )
+def _utc(instant: int | None) -> str | None:
+    return None if instant is None else to_datetime(instant).isoformat()

@@ -93,6 +93,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
             fingerprint=self.fingerprint,
             trace=None if parent is None else parent.trace,
             retention=self.task.retention,
+            pinned=self.task.pinned,
         )
         # What is not from the arguments was checked when the task was declared or the parent was made.
         surely_good = key.isascii() and key.isprintable() and 0 < len(key) <= limits.SUBJECT_BYTES_MAX
@@ -123,6 +124,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
                 delay=_micros(options.get("delay", 0)),
                 due_at=to_instant(options["at"]) if "at" in options else 0,
                 retention=0 if expires is None else _micros(expires),
+                pinned=self.task.pinned,
             )
         )
 
@@ -190,13 +192,16 @@ class TaskOptions(TypedDict, total=False):
 class Task(Generic[P, R]):
     """A handler that can be sent: ``await task.send(…)`` stores the call, a worker makes it."""
 
+    #: Whether a message is handled by exactly the version it was sent to; several may then be declared side by side.
+    pinned = False
+
     def __init__(self, sender: Sender, function: Callable[..., Awaitable[R]], settings: TaskSettings) -> None:
         self.function = function
         self.name = limits.check_name("task", settings.name or function.__name__)
         if not inspect.iscoroutinefunction(function):
             raise ConfigurationError(f"{self.name}: a handler must be an async function; write `async def`")
         self.queue = limits.check_name("queue", settings.queue)
-        self.takes_context = _takes_context(function)
+        self.takes_context = self._is_handed_something(function)
         self.signature = Signature(function, skip=int(self.takes_context), fingerprint=settings.fingerprint)
         self._key = self._source("key", settings.key)
         self._subject = self._source("subject", settings.subject)
@@ -211,6 +216,10 @@ class Task(Generic[P, R]):
         self.effects = settings.effects
         self._sender = sender
         self._check_windows()
+
+    def _is_handed_something(self, function: Callable[..., Any]) -> bool:
+        """Whether the first parameter is not an argument of the message."""
+        return takes_first(function, "Context", "ctx")
 
     def _source(self, what: str, source: KeySource | None) -> KeyFunction | None:
         return None if source is None else from_source(self.name, what, source, self.signature.hints)
@@ -316,12 +325,12 @@ def _reserved(key: str) -> str:
     return f"begins with {prefix!r}, which marks messages {'without a key' if prefix is UNKEYED else 'of a schedule'}"
 
 
-def _takes_context(function: Callable[..., Any]) -> bool:
-    """Whether the first parameter is the handler's context: by its type hint, or by the name ``ctx`` without one."""
+def takes_first(function: Callable[..., Any], kind: str, plain: str) -> bool:
+    """Whether the first parameter is of this kind: by its type hint, or without one by its name."""
     for parameter in inspect.signature(function).parameters.values():
         hint = parameter.annotation
         name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
-        return name.rpartition(".")[2] == "Context" or (hint is parameter.empty and parameter.name == "ctx")
+        return name.rpartition(".")[2] == kind or (hint is parameter.empty and parameter.name == plain)
     return False
 
 
@@ -335,25 +344,50 @@ class Recurring:
     #: In microseconds.
     window: int | None
 
+    def __post_init__(self) -> None:
+        try:
+            self.task.call()
+        except (TypeError, EnvelopeError) as error:
+            raise ConfigurationError(
+                f"{self.task.name} recurs, so it must be callable without arguments ({error}); give them defaults, "
+                "or make a schedule for one call of it with app.schedule()"
+            ) from error
+
 
 class Registry:
-    """The tasks of one app by name."""
+    """The tasks of one app by name; of one that has several versions, the newest."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
+        self._pinned: dict[tuple[str, int], Task[Any, Any]] = {}
         #: Those of them that recur.
         self.recurring: dict[str, Recurring] = {}
 
     def add(self, task: Task[Any, Any]) -> None:
-        """Register a task; two with one name are refused."""
-        if task.name in self.tasks:
+        """Register a task; two with one name, or one name and version if it is pinned, are refused."""
+        other = self.tasks.get(task.name)
+        if other is not None and not (task.pinned and other.pinned):
             raise ConfigurationError(f"two tasks are named {task.name!r}; give one of them another name=")
-        self.tasks[task.name] = task
+        if task.pinned:
+            if (task.name, task.version) in self._pinned:
+                raise ConfigurationError(f"{task.name!r} has two versions {task.version}; give one another version=")
+            self._pinned[task.name, task.version] = task
+        if other is None or other.version < task.version:
+            self.tasks[task.name] = task
+
+    def handler(self, envelope: Envelope) -> Task[Any, Any]:
+        """Return what handles a message."""
+        return self._pinned.get((envelope.message_type, envelope.schema_version)) or self.tasks[envelope.message_type]
+
+    def knows(self, task: Task[Any, Any]) -> bool:
+        """Whether this very task was registered here."""
+        return task in (self.tasks.get(task.name), self._pinned.get((task.name, task.version)))
 
     def queues(self) -> list[str]:
         """Return the queues the tasks are sent to."""
-        return sorted({task.queue for task in self.tasks.values()}) or ["default"]
+        return sorted({task.queue for task in (*self.tasks.values(), *self._pinned.values())}) or ["default"]
 
     def types(self) -> list[str]:
-        """Return the message types that can be handled here."""
-        return sorted(self.tasks)
+        """Return what can be handled here, as claims ask for it; see ``Envelope.claimed_as``."""
+        plain = (name for name, task in self.tasks.items() if not task.pinned)
+        return sorted([*plain, *(f"{name}@{version}" for name, version in self._pinned)])

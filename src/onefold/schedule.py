@@ -158,7 +158,7 @@ def _plan_delay(schedule: ScheduleRecord, timetable: Delay, now: int, ended_at: 
     if schedule.awaiting is not None:
         if ended_at is None:
             return None
-        changed = msgspec.structs.replace(changed, awaiting=None, watermark=ended_at)
+        changed = msgspec.structs.replace(changed, awaiting=None, watermark=max(changed.watermark, ended_at))
     if changed.watermark > now:  # the clock was set back
         changed = msgspec.structs.replace(changed, watermark=now)
     fire = changed.watermark + timetable.every

@@ -350,8 +350,8 @@ class Transaction(Protocol):
     async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
         """Remove the named step and what the owner recorded after it, as an operator, and schedule the message.
 
-        The fence rises, so whoever runs it cannot commit.  Signals stay.  Returns what was removed; nothing is done
-        to a message that has ended or whose journal has no such step.
+        The fence rises, so whoever runs it cannot commit.  Signals stay.  A dead letter stays dead until it is moved.
+        Returns what was removed; nothing is done to a message that has ended otherwise or has no such step.
         """
         ...
 

@@ -31,8 +31,9 @@ from onefold.identity import derived_key, upstream_key
 from onefold.journal import read_journal, signal_note
 from onefold.receipt import Receipt
 from onefold.registry import BoundTask, Call, Task
-from onefold.step import Note, Step
+from onefold.step import Note
 from onefold.store import Lease, Outcome, Store, Stored, Transaction
+from onefold.timetable import zone_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,8 +49,8 @@ class Joined(Protocol):
         """Send an encoded call with that commit; what ``await task.send(…)`` does inside."""
         ...
 
-    def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
-        """Tell a run something with that commit; what ``await app.signal(…)`` does inside."""
+    def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+        """Send a signal with that commit; what ``await app.signal(…)`` does inside."""
         ...
 
     def refuse(self, verb: str) -> None:
@@ -60,23 +61,26 @@ class Joined(Protocol):
 class Buffer:
     """What was sent but has not left."""
 
-    def __init__(self, prepare: Prepare, parent: Envelope | None = None) -> None:
+    def __init__(
+        self, prepare: Prepare, parent: Envelope | None = None, *, fresh_id: Callable[[], str] | None = None
+    ) -> None:
         self._prepare = prepare
         self._parent = parent
+        self._fresh_id = fresh_id
         self._unkeyed = 0
         self._closed = False
         self.envelopes: list[Envelope] = []
         self.receipts: list[Receipt[Any]] = []
         self.notes: list[Note] = []
 
-    def signal(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+    def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
         """Buffer one signal; without an id of its own, it is the same one when its handler is run again."""
         self._refuse_late()
-        if id_ is None:
-            if self._parent is None:
-                raise ConfigurationError("inside a transaction a signal needs an id=, by which a second one is known")
+        if id_ is None and self._parent is not None:
             id_ = derived_key(self._parent.id, len(self.notes))
-        self.notes.append(signal_note(run_id, name, value, id_))
+        elif id_ is None and self._fresh_id is not None:
+            id_ = self._fresh_id()
+        self.notes.append(signal_note(run_id, name, value, id_ or ""))
 
     def _refuse_late(self) -> None:
         if self._closed:
@@ -137,7 +141,11 @@ class AppTransaction:
 
     def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
         """Tell a run something if the transaction commits; ``id`` makes a second one with it the same signal."""
-        self._buffer.signal(run_id, name, value, id)
+        self._buffer.tell(run_id, name, value, id)
+
+    def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+        """Send a signal; what ``await app.signal(…)`` does inside the block."""
+        self._buffer.tell(run_id, name, value, id_)
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside the block."""
@@ -187,6 +195,19 @@ class Context:
         return self.message.idempotency_key
 
     @property
+    def scheduled_for(self) -> datetime | None:
+        """The time this run was meant for, in its schedule's time zone; None when it was sent by hand."""
+        occurrence = self.message.occurrence
+        if occurrence is None:
+            return None
+        return to_datetime(occurrence.scheduled_for).astimezone(zone_of(occurrence.timezone))
+
+    @property
+    def missed(self) -> int:
+        """How many earlier fire times had no run of their own, so that this one stands in for them."""
+        return 0 if self.message.occurrence is None else self.message.occurrence.missed
+
+    @property
     def deadline(self) -> datetime:
         """When the lease runs out unless it is renewed; renewed by itself while the worker lives."""
         return to_datetime(self._held_until())
@@ -221,7 +242,9 @@ class Context:
     def _effects(self) -> Ledger:
         if self._ledger is None:
             lease, store = self._lease, self._store
-            self._ledger = Ledger(lease.id, lambda: read_journal(store, lease), lambda steps: store.record(lease, steps))
+            self._ledger = Ledger(
+                lease.id, lambda: read_journal(store, lease), lambda steps: store.record(lease, steps)
+            )
         return self._ledger
 
     @property
@@ -256,7 +279,11 @@ class Context:
 
     def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
         """Tell a run something if this handler succeeds."""
-        self.buffer.signal(run_id, name, value, id)
+        self.buffer.tell(run_id, name, value, id)
+
+    def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+        """Send a signal; what ``await app.signal(…)`` does inside a handler."""
+        self.buffer.tell(run_id, name, value, id_)
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside a handler."""
@@ -364,7 +391,7 @@ class StepScope(msgspec.Struct, frozen=True):
 
     name: str
     attempt: int
-    ledger: Ledger
+    ledger: Ledger | None
     #: How often a person made the run go back; what it sends then is new.
     restarts: int
 

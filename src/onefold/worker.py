@@ -24,6 +24,7 @@ from onefold.renewing import Renewer
 from onefold.settling import UNSETTLED_MAX, Held, Settler
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
+from onefold.ticker import Ticker
 from onefold.version import __version__
 
 logger = logging.getLogger("onefold")
@@ -64,12 +65,20 @@ class Worker:
     ``slots`` is where it publishes what it begins, for a supervisor that outlives it.
     """
 
-    def __init__(self, execution: Execution, settings: WorkerSettings, slots: Slots | None = None) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        settings: WorkerSettings,
+        slots: Slots | None = None,
+        ticker: Ticker | None = None,
+    ) -> None:
         self._execution = execution
         self._store = execution.store
         self._clock = execution.clock
         self._settings = settings
         self._slots = slots
+        # A process for suspects may die at any moment; the others tick.
+        self._ticker = None if settings.lane is Lane.PROBATION else ticker
         self._types = execution.registry.types()
         self._held: dict[str, Held] = {}
         self._supply: deque[Held] = deque()
@@ -117,6 +126,11 @@ class Worker:
         self._stopping.set()
         self._changed.set()
 
+    def wake_ticker(self) -> None:
+        """Look at once for what recurs: a schedule was changed in this process."""
+        if self._ticker is not None:
+            self._ticker.wake()
+
     async def run(self) -> None:
         """Work until stopped, or until nothing is left to do.
 
@@ -131,6 +145,8 @@ class Worker:
             roll = Roll(self._store, self._clock)
             others.append(asyncio.create_task(keep_purged(self._store, self._clock), name="onefold-purger"))
             others.append(asyncio.create_task(roll.vouch(self._describe), name="onefold-voucher"))
+        if self._ticker is not None and not self._settings.until_idle:
+            others.append(asyncio.create_task(self._ticker.run(), name="onefold-ticker"))
         claimer = asyncio.create_task(self._claim(), name="onefold-claimer")
         stopping = asyncio.create_task(self._stopping.wait(), name="onefold-stopping")
         try:
@@ -153,6 +169,8 @@ class Worker:
     # claiming
 
     async def _claim(self) -> None:
+        if self._ticker is not None and self._settings.until_idle:
+            await self._ticker.catch_up()
         while not self._stopping.is_set():
             if self._suspects:
                 await self._let_a_suspect_run()

@@ -1,18 +1,43 @@
 """A worker as a program of its own, to be stopped and killed: ``crash_worker.py URL NAME MIDDLE``.
 
-``MIDDLE`` says where its handler pauses for a moment and says so: ``before`` its first write, ``after`` it, or never.
+``MIDDLE`` says where it pauses for a moment and says so: ``before`` the first write of its handler, ``after`` it,
+when it is ``committed`` and nobody here has been told yet, or never.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from typing import Any
 
 from onefold import App, Context
 
+#: Long enough to be stopped in.
+PAUSE_SECONDS = 1.0
+
+
+def open_traced(url: str, trace: Any) -> Any:
+    if url.startswith("sqlite"):
+        from onefold.stores.sqlite import SQLiteStore
+
+        return SQLiteStore(url.removeprefix("sqlite:///"), trace=trace)
+    from onefold.stores.postgres import PostgresStore
+
+    return PostgresStore(url, trace=trace)
+
 
 def make_app(url: str, name: str, middle: str = "") -> App:
-    app = App(url)
+    ran = False
+
+    def trace(moment: str, statement: str) -> None:
+        nonlocal ran
+        if ran and moment == "after" and statement.startswith("COMMIT"):
+            ran = False
+            print("in the middle", flush=True)
+            time.sleep(PAUSE_SECONDS)
+
+    app = App(store=open_traced(url, trace)) if middle == "committed" else App(url)
     insert = "INSERT INTO effect VALUES (?, ?, ?, ?)"
     if url.startswith("postgres"):
         insert = insert.replace("?", "%s")
@@ -22,11 +47,13 @@ def make_app(url: str, name: str, middle: str = "") -> App:
         await pause("before")
         await ctx.execute(insert, f"pay:{key}", ctx.message.id, ctx.fence, name)
         await pause("after")
+        nonlocal ran
+        ran = True
 
     async def pause(where: str) -> None:
         if where == middle:
             print("in the middle", flush=True)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     return app
 

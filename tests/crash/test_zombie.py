@@ -98,6 +98,52 @@ def test_a_stopped_worker_cannot_commit_when_it_comes_back(middle: str, store_ur
     assert _ask(store_url, _effects) == [("pay:k", record.envelope.id, record.fence, "other")]
 
 
+def test_a_worker_stopped_with_the_only_write_lock_holds_up_all_and_harms_none(sqlite_url: str, tmp_path: Path) -> None:
+    """Fault 10, after the effect and before the commit, where nobody can take over: one effect in the end."""
+    asyncio.run(_prepare(sqlite_url))
+    log, other_log = tmp_path / "zombie.log", tmp_path / "other.log"
+    with _program(sqlite_url, "zombie", "after", log) as zombie:
+        _wait_until(lambda: b"ready" in log.read_bytes(), "the worker did not start")
+        _ask(sqlite_url, lambda app: app.tasks["pay"].send("k"))
+        _wait_until(lambda: b"in the middle" in log.read_bytes(), "the handler was not reached")
+        zombie.send_signal(signal.SIGSTOP)
+        with _program(sqlite_url, "other", "", other_log):
+            time.sleep(1.4)  # past its lease
+            zombie.send_signal(signal.SIGCONT)
+            _wait_until(lambda: _ask(sqlite_url, _all_ended), f"not done: {log.read_text()}{other_log.read_text()}")
+    (record,) = _ask(sqlite_url, _records)
+    ((key, message, fence, _),) = _ask(sqlite_url, _effects)
+    assert (record.state, key, message, fence) == (State.DONE, "pay:k", record.envelope.id, record.fence)
+
+
+async def _all_ended(app: App) -> bool:
+    return all(record.state.ended for record in await _records(app))
+
+
+def test_a_worker_stopped_after_its_commit_has_done_it_once(store_url: str, tmp_path: Path) -> None:
+    """Fault 10, after the commit and before anybody here was told: nobody runs it again, and the worker goes on."""
+    asyncio.run(_prepare(store_url))
+    log, other_log = tmp_path / "zombie.log", tmp_path / "other.log"
+    with _program(store_url, "zombie", "committed", log) as zombie:
+        _wait_until(lambda: b"ready" in log.read_bytes(), "the worker did not start")
+        _ask(store_url, lambda app: app.tasks["pay"].send("k"))
+        _wait_until(lambda: b"in the middle" in log.read_bytes(), "the commit was not reached")
+        zombie.send_signal(signal.SIGSTOP)
+        (first,) = _ask(store_url, _records)
+        assert first.state is State.DONE
+        with _program(store_url, "other", "", other_log):
+            _wait_until(lambda: b"ready" in other_log.read_bytes(), "the other worker did not start")
+            time.sleep(1.5)  # past its lease
+            zombie.send_signal(signal.SIGCONT)
+        _ask(store_url, lambda app: app.tasks["pay"].send("next"))
+        _wait_until(lambda: len(_ask(store_url, _effects)) > 1, f"it did not go on: {log.read_text()}")
+    assert [(key, worker) for key, _, _, worker in _ask(store_url, _effects)] == [
+        ("pay:k", "zombie"),
+        ("pay:next", "zombie"),
+    ]
+    assert {record.crashes for record in _ask(store_url, _records)} == {0}
+
+
 # many are killed
 
 

@@ -217,6 +217,21 @@ def test_every_test_of_a_promise_is_named_on_the_page() -> None:
     assert {test.name for test in (ROOT / "tests/promises").glob("test_*.py")} == linked
 
 
+# faults
+
+
+def test_every_fault_has_a_row_that_names_tests_which_exist() -> None:
+    page = ROOT / "docs/faults.md"
+    rows = table_after(page, "faults")
+    assert [int(number) for number, *_ in rows] == list(range(1, 43))
+    for number, _, _, proof in rows:
+        tests = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", proof)
+        assert tests or proof.startswith("comes with "), f"fault {number} has no test and does not say when it comes"
+        for name, link in tests:
+            text = (page.parent / link).read_text()
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"fault {number} names {name}, which is not there"
+
+
 # tables
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -174,12 +175,16 @@ def test_an_app_used_from_another_thread_is_refused(store_url: str, at_once: int
 
 def test_an_app_opened_in_another_event_loop_is_refused(store_url: str) -> None:
     """Fault 41: as when it is opened in one ``asyncio.run`` and used in the next."""
-    scene = Scene(open_store(store_url))
+    with asyncio.Runner() as owner:
+        scene = Scene(open_store(store_url))
+        owner.run(scene.prepare())
+        owner.run(scene.app.open())
+        assert in_a_thread(lambda: refusals(verbs_of(scene), "event loop")) == ""
+        owner.run(goes_on(scene))
+        owner.run(scene.app.close())
 
-    async def opened() -> None:
-        await scene.prepare()
-        await scene.app.open()
 
-    asyncio.run(opened())
-    assert refusals(verbs_of(scene), "event loop") == ""
-    asyncio.run(asyncio.wait_for(scene.app.close(), CHILD_SECONDS_MAX))
+def in_a_thread(work: Callable[[], str]) -> str:
+    """Run this in a thread, where there is no event loop yet, and return what it says."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()

@@ -14,7 +14,7 @@ from onefold.envelope import Envelope
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lane, Lease, Query
 from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.arrays import numbers, teach, texts
-from onefold.stores.postgres.connection import SQL
+from onefold.stores.postgres.statements import SQL
 from onefold.stores.postgres.session import FIRST_ID
 
 _clock = SystemClock()

@@ -15,7 +15,7 @@ from test_postgres_engine import claim, envelope, opened, run, terminate_session
 from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
 from onefold.store import Again, Counts, Dead, Done, Failure, HandBack, PutOptions, Query, State
 from onefold.stores.postgres import PostgresStore
-from onefold.stores.postgres.connection import SQL
+from onefold.stores.postgres.statements import BEGIN, SQL
 
 FAILURE = Failure(reason="exception", error_type="ValueError", error_message="no")
 
@@ -186,13 +186,16 @@ def _ours(seen: list[str]) -> list[str]:
     return [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)]
 
 
-def test_concluding_is_the_end_of_a_transaction_and_one_round_trip(postgres_url: str) -> None:
+def test_a_transaction_begins_with_its_first_statement_and_ends_with_its_last(postgres_url: str) -> None:
     async def scenario() -> None:
         seen: list[str] = []
         async with opened(postgres_url, trace=lambda moment, text: seen.append(f"{moment} {text}")) as store:
             await store.put([envelope(), envelope()])
             leases = await claim(store)
             async with store.transaction() as transaction:
+                seen.clear()
+                await transaction.execute("SELECT %s", [1])
+                assert _ours(seen) == [f"before {BEGIN}", "before SELECT %s", f"after {BEGIN}", "after SELECT %s"]
                 seen.clear()
                 await transaction.conclude([(leases[0], Done(b"1"))])
                 sent = [f"before {SQL['settle_one']}", "before COMMIT", f"after {SQL['settle_one']}", "after COMMIT"]

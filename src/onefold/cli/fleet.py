@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.table import Table
 from onefold import inspection
 from onefold.app import App
 from onefold.cli.console import AppOrUrl, Url, errors, find_app, output
-from onefold.clock import MICROSECONDS, to_datetime
+from onefold.clock import MICROSECONDS, SystemClock, to_datetime
 from onefold.fleet import WorkerRecord
 from onefold.store import Record
 
@@ -68,7 +67,9 @@ def _workers_table(records: list[WorkerRecord], now: int) -> Table:
 
 
 def _held_table(record: WorkerRecord, messages: list[Record], now: int) -> Table:
-    table = Table("message", "type", "queue", "age", "attempt", "crashes", title=record.name, title_justify="left", box=None)
+    table = Table(
+        "message", "type", "queue", "age", "attempt", "crashes", title=record.name, title_justify="left", box=None
+    )
     for one in messages:
         envelope = one.envelope
         age = _lasting(max(now - envelope.created_at, 0) / MICROSECONDS)
@@ -129,4 +130,4 @@ def restored(
 
 async def _restore(app: App, actor: str, reason: str) -> int:
     async with app:
-        return await inspection.restored(app.store, actor=actor, reason=reason)
+        return await inspection.restored(app.store, actor=actor, reason=reason, at=SystemClock().now())

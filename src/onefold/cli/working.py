@@ -109,9 +109,7 @@ def worker(
     ] = False,
     health: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Answer /live and /ready there, for probes.", rich_help_panel=_AROUND
-        ),
+        typer.Option(metavar="HOST:PORT", help="Answer /live and /ready there, for probes.", rich_help_panel=_AROUND),
     ] = None,
     verbose: Annotated[
         bool,
@@ -164,7 +162,7 @@ async def _supervise(app: App, settings: SupervisorSettings, address: str | None
         names = ", ".join(app.tasks) or "none"
         plural = "" if settings.processes == 1 else f", {settings.processes} processes"
         told = f"onefold {__version__}: worker {os.getpid()} ready{plural}; tasks: {names}"
-        settled = await supervisor.run(lambda: errors.print(told))
+        settled = await supervisor.run(lambda: errors.print(told, soft_wrap=True))
         errors.print(f"onefold: worker {os.getpid()} stopped; {settled} messages settled")
 
 
@@ -174,4 +172,6 @@ def _stop(supervisor: Supervisor, loop: asyncio.AbstractEventLoop) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
+    else:
+        errors.print("onefold: stopping; handlers may finish, and a second signal ends it at once")
     supervisor.stop()

@@ -8,7 +8,7 @@ import msgspec
 
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope, pack_headers, unpack_headers
-from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Query, Record, State
+from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Parked, Query, Record, State
 
 encode_failure = msgspec.json.Encoder().encode
 _decode_failure = msgspec.json.Decoder(Failure).decode
@@ -79,8 +79,8 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
 
 def lease_of(row: tuple[Any, ...], *, claimed_at: int, worker: str) -> Lease:
     """Return the lease of a row just claimed, whose fence column still shows the fence before the claim."""
-    fence, attempt, crashes, replay_count = row[14:18]
-    return Lease(envelope_of(row), fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker)
+    fence, attempt, crashes, replay_count, wake = row[14:19]
+    return Lease(envelope_of(row), fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker, wake)
 
 
 def record_of(row: tuple[Any, ...]) -> Record:
@@ -143,9 +143,9 @@ def outcome_row(lease: Lease, outcome: Done | Dead, now: int) -> tuple[Any, ...]
     )
 
 
-def attempt_row(lease: Lease, outcome: Again | Dead, now: int) -> tuple[Any, ...] | None:
+def attempt_row(lease: Lease, outcome: Again | Dead | Parked, now: int) -> tuple[Any, ...] | None:
     """Return the columns of ``attempt``, or None when nothing failed."""
     if outcome.failure is None:
         return None
-    delay = outcome.delay if isinstance(outcome, Again) else None
+    delay = None if isinstance(outcome, Dead) else outcome.delay
     return (lease.id, lease.fence, lease.attempt, now, lease.worker, encode_failure(outcome.failure), delay)

@@ -15,9 +15,9 @@ _NAMED = re.compile(r"^-- name: (\w+)\n", re.MULTILINE)
 _MIGRATION = re.compile(r"(\d{4})_\w+\.sql")
 
 
-def load_statements(package: str) -> dict[str, str]:
-    """Return the statements of a store's ``queries.sql`` by name."""
-    text = files(package).joinpath("queries.sql").read_text()
+def load_statements(package: str, file: str = "queries.sql") -> dict[str, str]:
+    """Return the statements of one of a store's files by name."""
+    text = files(package).joinpath(file).read_text()
     parts = _NAMED.split(text)[1:]
     return {
         name: "\n".join(line for line in body.strip().splitlines() if not line.lstrip().startswith("--"))

@@ -52,10 +52,12 @@ class FaultyFiles(apsw.VFS):
     """SQLite's way to its files for as long as the block lasts; close every connection before it ends.
 
     ``durable=False`` counts syncs and does not wait for the disk: faster, and only a power failure could tell.
+    ``base`` names the layer below: SQLite's ``unix-dotfile``, for instance, has no memory that processes share, like
+    many network file systems.
     """
 
-    def __init__(self, *, durable: bool = True) -> None:
-        self._base = apsw.vfs_names()[0]
+    def __init__(self, *, durable: bool = True, base: str | None = None) -> None:
+        self._base = base or apsw.vfs_names()[0]
         self.durable = durable
         self._counting = threading.Lock()
         self._fault: FileFault | None = None

@@ -1,6 +1,6 @@
 """Columns of a batch as PostgreSQL arrays, written out here because psycopg's own lists cost more than the statement.
 
-A column is encoded when it is made; psycopg only passes the bytes on.
+A column is encoded when it is made; whoever sends it only passes the bytes on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from psycopg.abc import AdaptContext, Buffer
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
-_TEXT, _BYTEA = 25, 17
+_TEXT, _BYTEA, _BIGINT = 25, 17, 20
 #: Dimensions, whether there are nulls, type of the elements, how many, and the number of the first.
 _pack_head = Struct("!iiIii").pack
 _pack_length = Struct("!i").pack
+_pack_bigint = Struct("!q").pack
 _NULL = _pack_length(-1)
 
 
@@ -28,36 +29,72 @@ class Column:
         self.data = data
 
 
-class _Texts(Column):
+class TextColumn(Column):
+    """A ``text[]``."""
+
     __slots__ = ()
 
 
-class _Blobs(Column):
+class BlobColumn(Column):
+    """A ``bytea[]``."""
+
     __slots__ = ()
 
 
-class _Literal(Column):
+class BigintColumn(Column):
+    """A ``bigint[]``."""
+
+    __slots__ = ()
+
+
+class LiteralColumn(Column):
+    """Written as text: the cast in the statement says which array it is."""
+
     __slots__ = ()
 
 
 def texts(items: Sequence[str | None]) -> Column:
     """Return a ``text[]``."""
-    return _Texts(_binary(_TEXT, [None if item is None else item.encode() for item in items]))
+    if _all_the_same(items):
+        return TextColumn(_repeated(_TEXT, None if items[0] is None else items[0].encode(), len(items)))
+    return TextColumn(_binary(_TEXT, [None if item is None else item.encode() for item in items]))
 
 
 def blobs(items: Sequence[bytes | None]) -> Column:
     """Return a ``bytea[]``."""
-    return _Blobs(_binary(_BYTEA, items))
+    if _all_the_same(items):
+        return BlobColumn(_repeated(_BYTEA, items[0], len(items)))
+    return BlobColumn(_binary(_BYTEA, items))
+
+
+def bigints(items: Sequence[int]) -> Column:
+    """Return a ``bigint[]``."""
+    number = len(items)
+    if _all_the_same(items):
+        return BigintColumn(_repeated(_BIGINT, _pack_bigint(items[0]), number))
+    pairs = [8] * (2 * number)
+    pairs[1::2] = items
+    return BigintColumn(_pack_head(1, 0, _BIGINT, number, 1) + Struct("!" + "iq" * number).pack(*pairs))
 
 
 def numbers(items: Iterable[int | None]) -> Column:
     """Return an array of whichever integers the statement casts it to."""
-    return _Literal("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
+    return LiteralColumn("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
 
 
 def ids(items: Iterable[str]) -> Column:
     """Return a ``uuid[]``; the server refuses what is not one."""
-    return _Literal("".join(("{", ",".join(items), "}")).encode())
+    return LiteralColumn("".join(("{", ",".join(items), "}")).encode())
+
+
+def _all_the_same(items: Sequence[object]) -> bool:
+    """Whether one element stands for all: messages sent together have much in common, and counting is cheap."""
+    return len(items) > 1 and items.count(items[0]) == len(items)
+
+
+def _repeated(element: int, item: bytes | None, number: int) -> bytes:
+    one = _NULL if item is None else _pack_length(len(item)) + item
+    return _pack_head(1, 1, element, number, 1) + one * number
 
 
 def _binary(element: int, items: Sequence[bytes | None]) -> bytes:
@@ -76,25 +113,31 @@ class _ColumnDumper(Dumper):
         return obj.data
 
 
-class _TextsDumper(_ColumnDumper):
+class _TextDumper(_ColumnDumper):
     format = Format.BINARY
     oid = 1009
 
 
-class _BlobsDumper(_ColumnDumper):
+class _BlobDumper(_ColumnDumper):
     format = Format.BINARY
     oid = 1001
 
 
+class _BigintDumper(_ColumnDumper):
+    format = Format.BINARY
+    oid = 1016
+
+
 class _LiteralDumper(_ColumnDumper):
-    """Text without a type: the cast in the statement says which array it is."""
+    """Text without a type."""
 
 
 def teach(context: AdaptContext) -> None:
-    """Let a connection, or one cursor of somebody else's connection, send columns."""
+    """Let psycopg send columns, on a connection or only on one cursor of somebody else's connection."""
     for kind, dumper in (
-        (_Texts, _TextsDumper),
-        (_Blobs, _BlobsDumper),
-        (_Literal, _LiteralDumper),
+        (TextColumn, _TextDumper),
+        (BlobColumn, _BlobDumper),
+        (BigintColumn, _BigintDumper),
+        (LiteralColumn, _LiteralDumper),
     ):
         context.adapters.register_dumper(kind, dumper)

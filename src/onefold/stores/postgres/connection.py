@@ -1,34 +1,26 @@
-"""Connecting to PostgreSQL safely, and the one place through which every statement goes."""
+"""Connecting to PostgreSQL: safely, each connection with what its purpose needs, and never all of them at once."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Literal
+import asyncio
+from collections.abc import Container, Mapping
+from typing import Any, Literal, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
 
-from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
-from onefold.stores.postgres.arrays import teach, texts
-from onefold.stores.postgres.faults import is_lost
-from onefold.stores.sql import load_statements
+from onefold.clock import SystemClock, system_random
+from onefold.errors import ConfigurationError, StoreUnavailableError
+from onefold.stores.postgres.arrays import texts
+from onefold.stores.postgres.faults import is_gone
+from onefold.stores.postgres.handling import HandlerWire
+from onefold.stores.postgres.statements import SQL
+from onefold.stores.postgres.wire import Trace, Wire
 
-SQL = load_statements("onefold.stores.postgres")
-
-#: Called before and after every statement, with its text; only tests use it.
-Trace = Callable[[Literal["before", "after"], str], None]
 Pooler = Literal["session", "transaction"]
-Row = tuple[Any, ...]
-
-#: Whatever the server's default is: the rules for keys and fences are made for this level.
-BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
-BEGIN_READING = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
-COMMIT = "COMMIT"
-ROLLBACK = "ROLLBACK"
+AnyWire = TypeVar("AnyWire", bound=Wire)
 
 #: How a dead network or server is noticed; what the URL says wins.
 _NETWORK = {
@@ -63,102 +55,26 @@ SETTINGS: Mapping[Role, Mapping[str, str]] = {
     "migrate": {},
 }
 
-_EXCLUSIVE = ("control", "put", "settle", "spare")
-#: These only insert: whatever is in the tables, there is one way to do it.
-_PLANNED_ALIKE = frozenset({"put", "put_one", "put_key"})
+#: A statement of ours that is not answered within this time will not be: together with the time it takes to give up
+#: connecting, nobody who claims, extends or settles is kept for longer than a lease lasts.
+ANSWER_SECONDS = 10.0
+#: A put may wait for a foreign transaction that holds its key.
+_ANSWER_SECONDS_HANDLERS = 60.0
+#: A migration may wait for another machine's, and rebuild an index.
+_ANSWER_SECONDS_MIGRATE = 3_600.0
 
+#: While the server cannot be reached one connection is tried at a time, after a pause that doubles up to the second
+#: figure; never regularly, because everybody lost the same server at the same moment.
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.02, 1.0
 
-class Wire:
-    """One connection, and the one place through which every statement goes.
+#: A statement that psycopg runs for a caller is prepared when it was run this often.
+_PREPARE_AFTER = 5
+#: These only insert, or find what they change only in the way that was said right before: whatever is in the tables,
+#: there is one plan for them.
+_PLANNED_ALIKE = frozenset({"put", "put_one", "put_key", "settle_planned", "settle_one"})
 
-    An ``exclusive`` one is used by one caller at a time and keeps its cursor.
-    ``prepared`` names those of our statements that are prepared.
-    A ``joined`` one is the caller's: nothing is changed on it.
-    """
-
-    def __init__(
-        self,
-        connection: AsyncConnection[Any],
-        *,
-        trace: Trace | None,
-        prepared: Container[str] = (),
-        exclusive: bool = False,
-        joined: bool = False,
-    ) -> None:
-        self.connection = connection
-        self._trace = trace
-        self._prepared = prepared
-        self._joined = joined
-        self._kept = connection.cursor(row_factory=tuple_row) if exclusive else None
-
-    async def rows(self, name: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run one of our own statements."""
-        cursor = self._kept or self.connection.cursor(row_factory=tuple_row)
-        if self._joined:
-            teach(cursor)
-        await self._run(cursor, SQL[name], parameters, prepare=name in self._prepared, binary=True)
-        return await _rows_of(cursor)
-
-    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Run a statement that is not ours, or one of ours without parameters, the way the driver would."""
-        cursor = self.connection.cursor(row_factory=tuple_row)
-        await self._run(cursor, statement, parameters or None)
-        return await _rows_of(cursor)
-
-    async def _run(self, cursor: psycopg.AsyncCursor[Row], statement: str, parameters: Any, **how: Any) -> None:
-        if self._trace is not None:
-            self._trace("before", statement)
-        await cursor.execute(statement, parameters, **how)
-        if self._trace is not None:
-            self._trace("after", statement)
-
-    async def commit(self) -> None:
-        """Commit; raises when the server could only roll back, which it does not call an error."""
-        cursor = self.connection.cursor(row_factory=tuple_row)
-        await self._run(cursor, COMMIT, None)
-        if cursor.statusmessage != COMMIT:
-            raise StoreError("a statement in this transaction had failed, so nothing of it was committed")
-
-    async def commit_after(self, name: str, parameters: Mapping[str, Any]) -> None:
-        """Run one of our own statements and COMMIT in one round trip; if the statement fails there is no COMMIT."""
-        if self._trace is not None:
-            self._trace("before", SQL[name])
-            self._trace("before", COMMIT)
-        async with self.connection.pipeline():
-            cursor = self.connection.cursor(row_factory=tuple_row)
-            await cursor.execute(SQL[name], parameters, prepare=name in self._prepared, binary=True)
-            ending = self.connection.cursor(row_factory=tuple_row)
-            await ending.execute(COMMIT)
-        if self._trace is not None:
-            self._trace("after", SQL[name])
-            self._trace("after", COMMIT)
-        if ending.statusmessage != COMMIT:
-            raise StoreError("a statement in this transaction had failed, so nothing of it was committed")
-
-    async def rollback(self) -> None:
-        """Leave no transaction open, if need be by closing the connection; never raises for a lost one."""
-        try:
-            if self.connection.pgconn.transaction_status != TransactionStatus.IDLE:
-                await self.execute(ROLLBACK)
-        except psycopg.Error:
-            await self.connection.close()
-
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[None]:
-        """Commit when the block ends, roll back when it raises."""
-        await self.execute(BEGIN)
-        try:
-            yield
-        except BaseException:
-            await self.rollback()
-            raise
-        await self.commit()
-
-
-async def _rows_of(cursor: psycopg.AsyncCursor[Row]) -> list[Row]:
-    # Asking the cursor for its description would make an object for every column.
-    result = cursor.pgresult
-    return await cursor.fetchall() if result is not None and result.nfields else []
+_machine = SystemClock()
+_chance = system_random()
 
 
 class Connector:
@@ -173,46 +89,85 @@ class Connector:
                 "the PostgreSQL URL cannot be read; write postgresql://user:password@host/database, "
                 "with special characters as %XX"
             ) from None
-        self.conninfo = make_conninfo("", **{**_NETWORK, **given})
-        self.pooler = pooler
-        self.trace = trace
-
-    @property
-    def prepare_threshold(self) -> int | None:
-        """Behind a transaction pooler the next transaction may run elsewhere, where nothing is prepared."""
-        return None if self.pooler == "transaction" else 5
+        self._conninfo = make_conninfo("", **{**_NETWORK, **given})
+        #: Behind a transaction pooler the next transaction may run elsewhere, where nothing is prepared or set.
+        self._prepares = pooler == "session"
+        self._trace = trace
+        self._failing: psycopg.OperationalError | None = None
+        self._pause = 0.0
+        self._trial: asyncio.Future[None] | None = None
 
     async def connect(self, role: Role) -> Wire:
         """Return a new connection for one purpose."""
-        connection = await AsyncConnection.connect(
-            self.conninfo, autocommit=True, prepare_threshold=self.prepare_threshold
-        )
-        try:
-            return await self.equip(connection, role)
-        except BaseException:
-            await connection.close()
-            raise
+        return await self._equip(Wire, await self._dial(), role)
 
-    async def equip(self, connection: AsyncConnection[Any], role: Role) -> Wire:
-        """Set what a fresh connection needs for its purpose."""
-        teach(connection)
-        wire = self.wire(connection, role)
-        settings = SETTINGS[role]
-        if settings and self.pooler == "session":
-            names, values = texts(list(settings)), texts(list(settings.values()))
-            await wire.rows("session_settings", {"names": names, "values": values})
+    async def connect_handler(self) -> HandlerWire:
+        """Return a new connection for callers."""
+        wire = await self._equip(HandlerWire, await self._dial(), "handlers")
+        wire.prepares = self._prepares
         return wire
 
-    def wire(self, connection: AsyncConnection[Any], role: Role, *, joined: bool = False) -> Wire:
-        """Return the way to run statements on a connection.
+    async def redial(self) -> AsyncConnection[Any]:
+        """Return a new connection to take the place of one that was lost."""
+        return (await self.connect_handler()).connection
+
+    async def _dial(self) -> AsyncConnection[Any]:
+        """Connect; while the server cannot be reached one tries on behalf of all."""
+        if self._failing is None:
+            return await self._try()
+        if self._trial is not None:
+            await asyncio.wait([self._trial])
+            if self._failing is not None:
+                raise psycopg.OperationalError(str(self._failing))
+            return await self._try()
+        self._trial = asyncio.get_running_loop().create_future()
+        try:
+            await _machine.sleep(self._pause * _chance.uniform(0.5, 1.0))
+            return await self._try()
+        finally:
+            self._trial.set_result(None)
+            self._trial = None
+
+    async def _try(self) -> AsyncConnection[Any]:
+        try:
+            connection = await AsyncConnection.connect(
+                self._conninfo, autocommit=True, prepare_threshold=_PREPARE_AFTER if self._prepares else None
+            )
+        except psycopg.OperationalError as error:
+            self._failing = error
+            self._pause = min(max(self._pause * 2, _PAUSE_SECONDS), _PAUSE_SECONDS_MAX)
+            raise
+        self._failing, self._pause = None, 0.0
+        return connection
+
+    async def _equip(self, kind: type[AnyWire], connection: AsyncConnection[Any], role: Role) -> AnyWire:
+        """Set what a fresh connection needs for its purpose.
 
         Handlers' connections keep the server's planner settings, so most plans are made for the tables as they are.
         """
-        exclusive = role in _EXCLUSIVE
+        exclusive = kind is Wire and role != "listen"
         prepared: Container[str] = ()
-        if self.pooler == "session" and not joined:
+        if self._prepares:
             prepared = SQL if exclusive else _PLANNED_ALIKE
-        return Wire(connection, trace=self.trace, prepared=prepared, exclusive=exclusive, joined=joined)
+        wire = kind(
+            connection,
+            trace=self._trace,
+            prepared=prepared,
+            exclusive=exclusive,
+            answer_seconds=_ANSWERS.get(role, ANSWER_SECONDS),
+        )
+        try:
+            settings = SETTINGS[role]
+            if settings and self._prepares:
+                names, values = texts(list(settings)), texts(list(settings.values()))
+                await wire.rows("session_settings", {"names": names, "values": values})
+        except BaseException:
+            await wire.close()
+            raise
+        return wire
+
+
+_ANSWERS: Mapping[Role, float] = {"handlers": _ANSWER_SECONDS_HANDLERS, "migrate": _ANSWER_SECONDS_MIGRATE}
 
 
 def refuse_foreign(connection: Any) -> AsyncConnection[Any]:
@@ -233,5 +188,5 @@ def refuse_foreign(connection: Any) -> AsyncConnection[Any]:
 
 def refuse_lost(error: psycopg.Error, connection: AsyncConnection[Any]) -> None:
     """Turn a lost connection into ``StoreUnavailableError``; errors of the caller's own SQL stay the driver's."""
-    if is_lost(error, connection) and error.sqlstate != "25006":
+    if is_gone(error, connection):
         raise StoreUnavailableError(f"the connection was lost: {error}; nothing was committed") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import psycopg
 from psycopg import errors
-from psycopg_pool import PoolClosed
 
 from onefold.errors import OnefoldError, SchemaError, StoreError, StoreUnavailableError
 
-#: The server ends sessions with these when it stops, fails over or loses patience; 25006 comes from a former primary.
-_LOST_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25006"})
-
+#: The server ends sessions with these when it stops, fails over or loses patience.
+_GONE_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03"})
+#: And answers with this when it is a former primary; a caller's own statement may deserve it.
+_READ_ONLY_STATE = "25006"
 #: What the schema's own function raises.
 _STALE_STATE = "OF001"
 
@@ -19,11 +19,16 @@ class BlockedError(StoreUnavailableError):
     """Another transaction held a key or a row for longer than this statement was allowed to wait."""
 
 
-def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -> bool:
-    """Whether the session is gone, so that nobody knows what became of its last statement."""
+def is_gone(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -> bool:
+    """Whether the session is over, so that nobody knows what became of its last statement."""
     if connection.closed:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-    return error.sqlstate in _LOST_STATES or (error.sqlstate or "").startswith("08")
+    return error.sqlstate in _GONE_STATES or (error.sqlstate or "").startswith("08")
+
+
+def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -> bool:
+    """Whether a statement of ours needs another session: this one is over, or its server no longer takes writes."""
+    return is_gone(error, connection) or error.sqlstate == _READ_ONLY_STATE
 
 
 def is_stale(error: psycopg.Error) -> bool:
@@ -45,8 +50,6 @@ def translated(error: psycopg.Error) -> OnefoldError:
         return SchemaError(f"PostgreSQL: {said}; run `onefold migrate`")
     if isinstance(error, errors.SerializationFailure | errors.DeadlockDetected | errors.QueryCanceled):
         return StoreUnavailableError(f"PostgreSQL: {said}; nothing was written")
-    if isinstance(error, PoolClosed):
-        return StoreError("the store is closed; use it inside `async with app`")
     # Class 53 is a full disk, memory or connections: it may work later.
     if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or (error.sqlstate or "").startswith("53"):
         return StoreUnavailableError(f"PostgreSQL: {said}")

@@ -19,7 +19,7 @@ from onefold.store import PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
-from onefold.stores.postgres.connection import Wire
+from onefold.stores.postgres.wire import Speaker
 
 #: Messages in one statement: enough to forget the round trip, few enough for the server's memory.
 CHUNK = 5_000
@@ -41,7 +41,9 @@ class _Wanted(NamedTuple):
     holder: str | None
 
 
-async def store_fresh(wire: Wire, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True) -> list[bool]:
+async def store_fresh(
+    wire: Speaker, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True
+) -> list[bool]:
     """Store messages together with their keys; False for each that was there before, or whose key was.
 
     With ``keyed`` false the keys have been taken already.
@@ -96,7 +98,7 @@ def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
 class Putter:
     """Puts on one connection, inside one open transaction."""
 
-    def __init__(self, wire: Wire, now: int | None, redrive: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, wire: Speaker, now: int | None, redrive: Callable[[str], Awaitable[bool]]) -> None:
         self._wire = wire
         self._now = now
         self._redrive = redrive

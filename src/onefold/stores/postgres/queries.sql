@@ -297,6 +297,11 @@ WHERE id = ANY (%(ids)s::uuid[])
     AND ((id, fence) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]))) IS TRUE
 RETURNING id::text, fence - 1
 
+-- name: settle_planned
+-- Comes before settle_one in a handler's transaction, of which it is the last: prepared while the table was small, it
+-- would read all of it for ever after.
+SET LOCAL enable_seqscan = off
+
 -- name: settle_lock
 -- After a lost answer: waits until the session that was asked has committed or is gone.
 SELECT id::text, fence, state FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])

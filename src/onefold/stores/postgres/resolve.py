@@ -8,17 +8,18 @@ Only the lock of the row it had changed does: whoever gets it knows that the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from onefold.store import Again, HandBack, Lease, State
 from onefold.stores.postgres.arrays import ids
-from onefold.stores.postgres.connection import BEGIN, Wire
 from onefold.stores.postgres.session import Session, Settlement
+from onefold.stores.postgres.wire import Wire
 
 
-async def settle_again(session: Session, settlements: Sequence[Settlement]) -> list[bool]:
+async def settle_again(wire: Wire, session: Session, settlements: Sequence[Settlement]) -> list[bool]:
     """Settle what was not settled the first time, in one transaction; True also for what was."""
-    async with session.wire.transaction():
-        settled = await _settled(session.wire, settlements)
+    async with wire.transaction():
+        settled = await _settled(wire, settlements)
         open_ = [s for s, known in zip(settlements, settled, strict=True) if known is None]
         now_won = iter(await session.settle(open_) if open_ else [])
         return [next(now_won) if known is None else known for known in settled]
@@ -51,8 +52,13 @@ async def _settled(wire: Wire, settlements: Sequence[Settlement]) -> list[bool |
 
 async def was_stored(wire: Wire, message_id: str) -> bool:
     """Whether the transaction that stored this message was committed."""
-    await wire.execute(BEGIN)
-    try:
-        return not await wire.rows("put_probe", {"id": message_id})
-    finally:
-        await wire.rollback()
+    stored = False
+    with suppress(_ProbedError):
+        async with wire.transaction():
+            stored = not await wire.rows("put_probe", {"id": message_id})
+            raise _ProbedError
+    return stored
+
+
+class _ProbedError(Exception):
+    """Ends a transaction in which nothing was to be done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from psycopg import errors
 
 from onefold.errors import SchemaError
-from onefold.stores.postgres.connection import Wire
+from onefold.stores.postgres.wire import Wire
 from onefold.stores.sql import Migration, load_migrations, split_script
 
 MIGRATIONS = load_migrations("onefold.stores.postgres")
@@ -59,6 +59,6 @@ async def _apply(wire: Wire, migration: Migration, now: int | None) -> None:
     await wire.rows("schema_create")
     await wire.rows("schema_table")
     for statement in split_script(migration.text):
-        await wire.execute(statement)
+        await wire.script(statement)
     record = {"number": migration.number, "name": migration.name, "checksum": migration.checksum, "now": now}
     await wire.rows("schema_record", record)

@@ -31,8 +31,8 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
-from onefold.stores.postgres.connection import Wire
 from onefold.stores.postgres.put import Putter, store_fresh
+from onefold.stores.postgres.wire import Named, Speaker
 from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
 
 Settlement = tuple[Lease, Outcome]
@@ -49,7 +49,7 @@ _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", Stat
 class Session:
     """One connection and the clock that dates what is written through it; without one, the server's."""
 
-    def __init__(self, wire: Wire, clock: Clock | None) -> None:
+    def __init__(self, wire: Speaker, clock: Clock | None) -> None:
         self.wire = wire
         self._clock = clock
 
@@ -142,9 +142,9 @@ class Session:
             await self.put_sends(sends)
         return won
 
-    async def conclude(self, lease: Lease, outcome: Done) -> None:
-        """Settle one success and commit, in one round trip; a stale one is refused by the server, before the COMMIT."""
-        await self.wire.commit_after("settle_one", self._ending_one(lease, outcome, strictly=True))
+    def concluding(self, lease: Lease, outcome: Done) -> list[Named]:
+        """Return what settles one success as the last thing in its transaction, or fails."""
+        return [("settle_planned", {}), ("settle_one", self._ending_one(lease, outcome, strictly=True))]
 
     def _ending_one(self, lease: Lease, outcome: Done, *, strictly: bool = False) -> dict[str, Any]:
         return {

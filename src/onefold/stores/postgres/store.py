@@ -35,22 +35,21 @@ from onefold.store import (
 from onefold.stores.coalesce import Coalescer
 from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
-from onefold.stores.postgres.connection import (
-    BEGIN,
-    BEGIN_READING,
-    Connector,
-    Pooler,
-    Role,
-    Trace,
-    Wire,
-    refuse_foreign,
-    refuse_lost,
-)
+from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
 from onefold.stores.postgres.faults import BlockedError
-from onefold.stores.postgres.link import Handlers, Link
+from onefold.stores.postgres.link import Link
+from onefold.stores.postgres.pool import Pool
 from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, is_one_statement
-from onefold.stores.postgres.transaction import KEEP, PostgresTransaction, queues_to_ring, settled_queues
+from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
+from onefold.stores.postgres.transaction import (
+    KEEP,
+    OwnTransaction,
+    PostgresTransaction,
+    queues_to_ring,
+    settled_queues,
+)
 from onefold.stores.postgres.wake import Bell
+from onefold.stores.postgres.wire import JoinedWire, Speaker, Trace, Wire
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
@@ -96,7 +95,7 @@ class PostgresStore:
             return
         roles: dict[str, Role] = {"put": "put", "settle": "settle", "claim": "control", "spare": "spare"}
         self._links = {name: Link(self._connector, role, patience=self._patience) for name, role in roles.items()}
-        self._handlers = Handlers(self._connector, size=self._pool_size, patience=self._patience)
+        self._pool = Pool(self._connector, size=self._pool_size, patience=self._patience)
         self._bell = Bell(self._links["spare"], self._listening)
         self._puts: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_puts, most=_TOGETHER_MAX)
         self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
@@ -105,7 +104,6 @@ class PostgresStore:
         try:
             durable = await self._links["claim"].run(self._check)
             self.capabilities = replace(self.capabilities, durability="power loss" if durable else "process crash")
-            await self._handlers.open()
         except BaseException:
             await self.close()
             raise
@@ -121,7 +119,7 @@ class PostgresStore:
         for coalescer in (self._puts, self._contests, self._settles):
             await coalescer.close()
         await self._bell.close()
-        await self._handlers.close()
+        await self._pool.close()
         for link in self._links.values():
             await link.close()
 
@@ -139,7 +137,7 @@ class PostgresStore:
             await link.close()
         return done
 
-    def _session(self, wire: Wire) -> Session:
+    def _session(self, wire: Speaker) -> Session:
         return Session(wire, self._clock)
 
     def _use(self, name: str) -> Link:
@@ -175,7 +173,7 @@ class PostgresStore:
             async with wire.transaction():
                 return await self._session(wire).put(envelopes, options)
 
-        return await self._handlers.run(work) if envelopes else []
+        return await self._pool.run(work) if envelopes else []
 
     async def _flush_puts(self, envelopes: list[Envelope]) -> list[Stored | None]:
         """Store messages whose keys are free, in one statement; None for the others."""
@@ -209,7 +207,7 @@ class PostgresStore:
         async def work(wire: Wire, repeated: bool) -> list[bool]:
             session = self._session(wire)
             if repeated:
-                return await resolve.settle_again(session, settlements)
+                return await resolve.settle_again(wire, session, settlements)
             if is_one_statement(settlements):
                 return await session.settle(settlements)
             async with wire.transaction():
@@ -252,33 +250,30 @@ class PostgresStore:
     @asynccontextmanager
     async def transaction(self, connection: Any = None) -> AsyncIterator[PostgresTransaction]:
         if connection is not None:
-            joined = self._connector.wire(refuse_foreign(connection), "handlers", joined=True)
-            transaction = PostgresTransaction(self._session(joined), None)
+            joined = JoinedWire(refuse_foreign(connection))
+            transaction = PostgresTransaction(self._session(joined), joined)
             try:
                 yield transaction
             finally:
                 transaction.over = True
             return
         self._use("settle")
-        wire = await self._handlers.begin(BEGIN)
-        transaction = PostgresTransaction(self._session(wire), self._was_committed)
+        wire = await self._pool.begin(BEGIN)
         try:
+            own = OwnTransaction(self._session(wire), wire, self._was_committed)
             try:
-                yield transaction
+                yield own
             except BaseException:
-                transaction.over = True
-                await wire.rollback()
-                if transaction.lent:
-                    # Whoever still holds it, such as a handler past its limit, must not go on writing unguarded.
-                    await wire.connection.close()
+                if not own.over:
+                    await own.roll_back()
                 raise
-            if not transaction.over:
-                await transaction.commit()
+            if not own.over:
+                await own.commit()
         finally:
-            await self._handlers.give_back(wire)
-        self._wake_after(transaction.settled, transaction.queues)
+            await self._pool.give_back(wire)
+        self._wake_after(own.settled, own.queues)
 
-    async def _was_committed(self, transaction: PostgresTransaction) -> bool:
+    async def _was_committed(self, transaction: OwnTransaction) -> bool:
         settled, stored = transaction.settled, transaction.stored
         if settled:
             return await self._use("settle").run(lambda wire, _: resolve.was_settled(wire, settled))
@@ -300,7 +295,7 @@ class PostgresStore:
         last: str | None = FIRST_ID
         while last is not None:
             after = last
-            number, last = await self._handlers.run(page)
+            number, last = await self._pool.run(page)
             ended += number
         self._claimer.look_everywhere()
         return ended
@@ -310,19 +305,18 @@ class PostgresStore:
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Refuse to write: what is written outside a transaction is not part of any promise."""
         self._use("spare")
-        wire = await self._handlers.begin(BEGIN_READING)
+        wire = await self._pool.begin(BEGIN_READING)
         try:
             return await wire.execute(statement, parameters)
         except psycopg.Error as error:
             refuse_lost(error, wire.connection)
             raise
         finally:
-            await wire.rollback()
-            await self._handlers.give_back(wire)
+            await self._pool.give_back(wire)
 
     async def find(self, query: Query) -> list[Record]:
         self._use("spare")
-        return await self._handlers.run(lambda wire, _: self._session(wire).find(query))
+        return await self._pool.run(lambda wire, _: self._session(wire).find(query))
 
     async def attempts(self, message_id: str) -> list[Attempt]:
         return await self._use("spare").run(lambda wire, _: self._session(wire).attempts(message_id))
@@ -338,4 +332,4 @@ class PostgresStore:
 
     async def count(self) -> dict[str, Counts]:
         self._use("spare")
-        return await self._handlers.run(lambda wire, _: self._session(wire).count())
+        return await self._pool.run(lambda wire, _: self._session(wire).count())

@@ -13,43 +13,34 @@ from onefold import limits
 from onefold.envelope import Envelope
 from onefold.errors import LeaseLostError, StoreError, StoreUnavailableError
 from onefold.store import Act, Again, Done, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
-from onefold.stores.postgres.connection import Wire, refuse_lost
+from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import is_lost, is_stale, translated
+from onefold.stores.postgres.handling import HandlerWire
 from onefold.stores.postgres.session import Session, Settlement, sends_of
+from onefold.stores.postgres.wire import JoinedWire, Named
 
 KEEP = PutOptions()
 
 
-WasCommitted = Callable[["PostgresTransaction"], Awaitable[bool]]
-
-
 class PostgresTransaction:
-    """Everything in it commits together, or nothing does.
+    """Everything in it commits together, or nothing does; this one was joined, so whoever began it commits it.
 
     It remembers what it stored and settled: by that a lost COMMIT is resolved, and workers are woken after it.
     """
 
-    def __init__(self, session: Session, was_committed: WasCommitted | None) -> None:
+    def __init__(self, session: Session, wire: JoinedWire | HandlerWire) -> None:
         self.session = session
-        #: Finds out after a lost COMMIT; None when the transaction is the caller's, who commits it.
-        self._was_committed = was_committed
+        self._wire = wire
         self.stored: list[str] = []
         self.settled: list[Settlement] = []
         self.queues: set[str] = set()
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self.over = False
-        #: Whether the caller has the driver's connection in its hands, where no statement can be refused any more.
-        self.lent = False
 
     @property
     def connection(self) -> AsyncConnection[Any]:
-        self.lent = True
-        return self._wire.connection
-
-    @property
-    def _wire(self) -> Wire:
         self._refuse_late()
-        return self.session.wire
+        return self._wire.connection
 
     def _refuse_late(self) -> None:
         if self.over:
@@ -58,10 +49,11 @@ class PostgresTransaction:
     async def execute(
         self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
+        self._refuse_late()
         try:
             return await self._wire.execute(statement, parameters)
         except psycopg.Error as error:
-            refuse_lost(error, self.session.wire.connection)
+            refuse_lost(error, self._wire.connection)
             raise
 
     @contextmanager
@@ -89,44 +81,7 @@ class PostgresTransaction:
         return won
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
-        if self._was_committed is None:
-            raise StoreError("this transaction was joined; whoever began it commits it: use settle() here")
-        only = settlements[0][1] if len(settlements) == 1 else None
-        if not isinstance(only, Done) or only.sends:
-            await self._settle_all(settlements)
-            await self.commit()
-            return
-        self._refuse_late()
-        lease = settlements[0][0]
-        self.settled += settlements
-        await self.commit(lambda: self.session.conclude(lease, only))
-
-    async def _settle_all(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
-        for (lease, _), held in zip(settlements, await self.settle(settlements), strict=True):
-            if not held:
-                await self._roll_back()
-                raise _lost(lease)
-
-    async def commit(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Commit, with ``last`` as the way to do it; when the reply was lost, find out before saying anything."""
-        self.over = True
-        wire = self.session.wire
-        try:
-            await (last or wire.commit)()
-        except psycopg.Error as error:
-            if is_stale(error):
-                await self._roll_back()
-                raise _lost(self.settled[-1][0]) from None
-            if not is_lost(error, wire.connection):
-                await self._roll_back()
-                raise translated(error) from error
-            await wire.connection.close()
-            if self._was_committed is None or not await self._was_committed(self):
-                raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
-
-    async def _roll_back(self) -> None:
-        self.over = True
-        await self.session.wire.rollback()
+        raise StoreError("this transaction was joined; whoever began it commits it: use settle() here")
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         with self._seam():
@@ -144,6 +99,65 @@ class PostgresTransaction:
     async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
         with self._seam():
             return await self.session.purge(limit)
+
+
+class OwnTransaction(PostgresTransaction):
+    """A transaction of the store's own, on a connection of the pool."""
+
+    def __init__(self, session: Session, wire: HandlerWire, was_committed: WasCommitted) -> None:
+        super().__init__(session, wire)
+        self._handler = wire
+        self._was_committed = was_committed
+        #: Whether the caller has the driver's connection in its hands, where no statement can be refused any more.
+        self._lent = False
+
+    @property
+    def connection(self) -> AsyncConnection[Any]:
+        self._refuse_late()
+        self._lent = True
+        return self._handler.share()
+
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        self._refuse_late()
+        lease, outcome = settlements[0] if len(settlements) == 1 else (None, None)
+        if lease is None or not isinstance(outcome, Done) or outcome.sends:
+            await self._settle_all(settlements)
+            await self.commit()
+        else:
+            self.settled += settlements
+            await self.commit(*self.session.concluding(lease, outcome))
+
+    async def _settle_all(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        for (lease, _), held in zip(settlements, await self.settle(settlements), strict=True):
+            if not held:
+                await self.roll_back()
+                raise _lost(lease)
+
+    async def commit(self, *last: Named) -> None:
+        """Commit, after ``last``; when the reply was lost, find out what became of it before saying anything."""
+        self.over = True
+        try:
+            await self._handler.commit(*last)
+        except psycopg.Error as error:
+            lost = is_lost(error, self._handler.connection)
+            await self.roll_back()
+            if is_stale(error):
+                raise _lost(self.settled[-1][0]) from None
+            if not lost:
+                raise translated(error) from error
+            if not await self._was_committed(self):
+                raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
+
+    async def roll_back(self) -> None:
+        """Undo everything; whoever still holds the connection, such as a handler past its limit, holds a closed one."""
+        self.over = True
+        await self._handler.rollback()
+        if self._lent:
+            await self._handler.close()
+
+
+#: Finds out what became of a transaction whose COMMIT was not answered.
+WasCommitted = Callable[[OwnTransaction], Awaitable[bool]]
 
 
 def _lost(lease: Lease) -> LeaseLostError:

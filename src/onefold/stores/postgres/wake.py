@@ -16,8 +16,9 @@ import psycopg
 from onefold.clock import SystemClock
 from onefold.errors import OnefoldError
 from onefold.stores.postgres.arrays import texts
-from onefold.stores.postgres.connection import Connector, Wire
+from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.link import Backoff, Link
+from onefold.stores.postgres.wire import Wire
 
 #: A burst of puts wakes others once in this time, the first of them at once.
 _NOTIFY_SECONDS = 0.01

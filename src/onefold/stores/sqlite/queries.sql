@@ -66,9 +66,9 @@ SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <=
 -- name: claim_select
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake
 FROM (
-    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count FROM onefold_delivery
+    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count, wake FROM onefold_delivery
     WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
         AND crashes <= ?5
     ORDER BY due_at LIMIT ?4
@@ -78,9 +78,9 @@ CROSS JOIN onefold_message m ON m.id = d.id
 -- name: claim_select_crashed
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake
 FROM (
-    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count
+    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count, wake
     FROM onefold_delivery INDEXED BY onefold_delivery_crashed
     WHERE crashes > 0 AND queue = ?1 AND state = 0 AND due_at <= ?2
         AND message_type IN (SELECT value FROM json_each(?3))
@@ -92,7 +92,7 @@ CROSS JOIN onefold_message m ON m.id = d.id
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 -- Under a supervisor everybody counts as started: it says itself who was not.
 UPDATE onefold_delivery
-SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3)
+SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3), wake_target = NULL
 WHERE id IN (SELECT value FROM json_each(?4))
 
 -- name: extend
@@ -132,7 +132,8 @@ INSERT INTO onefold_attempt (message_id, fence, attempt, at, worker, failure, de
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
 -- When its window is over its key may already be another message's, so it is too late then.
 INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
-SELECT o.id, o.queue, m.message_type, 0, ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END,
+SELECT o.id, o.queue,
+    m.message_type || CASE WHEN CAST(m.headers AS TEXT) ->> '$.pinned' THEN '@' || m.schema_version ELSE '' END, 0, ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END,
     o.fence + 1, 0, 0, o.replay_count + 1
 FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
 WHERE o.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
@@ -221,7 +222,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM json_each(?) given
 JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.id = m.id
@@ -254,12 +255,14 @@ ORDER BY m.id LIMIT ?6
 -- name: find_crashed
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count,
+    CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, d.worker, NULL, NULL, NULL, NULL
 FROM onefold_delivery d INDEXED BY onefold_delivery_crashed
 CROSS JOIN onefold_message m ON m.id = d.id
 WHERE d.crashes > 0 AND d.crashes >= ?1
     AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
-    AND (?5 IS NULL OR m.correlation_id = ?5) AND d.state IN (SELECT value FROM json_each(?7))
+    AND (?5 IS NULL OR m.correlation_id = ?5)
+    AND CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END IN (SELECT value FROM json_each(?7))
 ORDER BY m.id LIMIT ?6
 
 -- name: find_any
@@ -267,20 +270,22 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.id = m.id
 LEFT JOIN onefold_outcome o ON o.id = m.id
 WHERE m.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
     AND (?4 IS NULL OR m.correlation_id = ?4)
-    AND coalesce(d.state, o.state) IN (SELECT value FROM json_each(?6))
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+        IN (SELECT value FROM json_each(?6))
 ORDER BY m.id LIMIT ?5
 
 -- name: attempts
 SELECT attempt, fence, at, worker, failure, delay FROM onefold_attempt WHERE message_id = ? ORDER BY fence
 
 -- name: count_alive
-SELECT queue, state, count(*) FROM onefold_delivery GROUP BY queue, state
+SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*)
+FROM onefold_delivery GROUP BY queue, shown
 
 -- name: count_dead
 SELECT queue, count(*) FROM onefold_outcome WHERE state = 4 GROUP BY queue

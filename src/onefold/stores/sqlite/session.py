@@ -15,6 +15,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
+from onefold.step import Step
 from onefold.store import (
     Act,
     Again,
@@ -27,6 +28,7 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Parked,
     Purged,
     PutOptions,
     Query,
@@ -39,6 +41,8 @@ from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.rows import allows, attempt_of, attempt_row, lease_of, message_row, outcome_row, record_of
 from onefold.stores.sql import load_statements
+from onefold.stores.sqlite.steps import Steps
+from onefold.stores.steps import check_outside, notes_of
 
 SQL = load_statements("onefold.stores.sqlite")
 
@@ -56,6 +60,7 @@ class Session:
     def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
         self.connection = connection
         self._clock = clock
+        self._steps = Steps(connection)
 
     def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Run a named statement."""
@@ -215,17 +220,24 @@ class Session:
         ended = [(lease, o) for lease, o in settlements if isinstance(o, Done | Dead)]
         again = [(lease, o) for lease, o in settlements if isinstance(o, Again)]
         back = [lease for lease, o in settlements if isinstance(o, HandBack)]
+        parked = [(lease, o) for lease, o in settlements if isinstance(o, Parked)]
         # Told apart by fence as well: a worker may settle an old and a new lease of one message together.
         won = set(self.rows("settle_end", _json([(lease.id, lease.fence) for lease, _ in ended]))) if ended else set()
         won.update(self._each("settle_again", (_again_row(lease, o, now) for lease, o in again)))
         won.update(self._each("settle_hand_back", ((lease.id, lease.fence) for lease in back)))
+        won.update(self._steps.park(parked, now) if parked else ())
         held = [(lease, o) for lease, o in settlements if (lease.id, lease.fence) in won]
         self._each("settle_outcome", (outcome_row(lease, o, now) for lease, o in held if isinstance(o, Done | Dead)))
-        failed = (attempt_row(lease, o, now) for lease, o in held if isinstance(o, Again | Dead))
+        failed = (attempt_row(lease, o, now) for lease, o in held if isinstance(o, Again | Dead | Parked))
         self._each("settle_attempt", (row for row in failed if row is not None))
-        sends = [e for _, o in held if isinstance(o, Done) for e in o.sends]
+        sends = [e for _, o in held if isinstance(o, Done | Parked) for e in o.sends]
         if sends:
             self.put_sends(sends)
+        for lease, o in held if parked else ():
+            if isinstance(o, Parked):
+                self._steps.write(lease.id, o.steps, now)
+        if notes := notes_of(held):
+            self._steps.tell(notes, now)
         return [(lease.id, lease.fence) in won for lease, _ in settlements]
 
     def put_sends(self, envelopes: Sequence[Envelope]) -> None:
@@ -240,19 +252,50 @@ class Session:
         now = self._clock.now()
         moved: list[str] = []
         for id_ in ids:
-            if to is State.SCHEDULED:
-                legal = self.rows("move_redrive", now, id_) and not self.rows("move_reopened", id_)
+            name = _MOVE_NAMES.get(to, "")
+            if to is State.SCHEDULED and self._steps.resume(id_, now):
+                legal, name = True, "resume"
+            elif to is State.SCHEDULED:
+                legal = bool(self.rows("move_redrive", now, id_)) and not self.rows("move_reopened", id_)
             elif to is State.DISCARDED:
                 legal = bool(self.rows("move_discard", now, id_))
             elif to is State.CANCELLED:
                 kept_until = now + round(limits.KEY_WINDOW * MICROSECONDS)
-                legal = self.rows("move_cancel", now, kept_until, id_) and not self.rows("move_cancelled", id_)
+                legal = bool(self.rows("move_cancel", now, kept_until, id_)) and not self.rows("move_cancelled", id_)
             else:
                 raise ValueError(f"no operator may move a message to {to.name}")
             if legal:
-                self.rows("move_event", now, id_, _MOVE_NAMES[to], act.actor, act.reason)
+                self.event(id_, name, act)
                 moved.append(id_)
+                if to is not State.SCHEDULED:
+                    self._steps.reply_for(id_, to, now)
         return moved
+
+    def event(self, message_id: str, kind: str, act: Act) -> None:
+        """Write down what a person did."""
+        self.rows("move_event", self._clock.now(), message_id, kind, act.actor, act.reason)
+
+    # journals
+
+    def record(self, owner: Fenced | str, steps: Sequence[Step], act: Act | None = None) -> list[Step] | None:
+        """Record for a lease, for somebody else or for a person; None when the lease is lost."""
+        now = self._clock.now()
+        if not isinstance(owner, str):
+            return self._steps.by_owner(owner, steps, now)
+        if act is None:
+            check_outside(steps)
+            return self._steps.by_others(owner, steps, now)
+        if stand := self._steps.by_hand(owner, steps, now):
+            self.event(owner, "resolve", act)
+        return stand
+
+    def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        if forgotten := self._steps.rewind(message_id, step, self._clock.now()):
+            self.event(message_id, "restart", act)
+        return forgotten
+
+    def steps(self, message_id: str) -> list[Step]:
+        return self._steps.read(message_id)
 
     def register(self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None) -> bool:
         now = self._clock.now()
@@ -286,6 +329,7 @@ class Session:
         self._each("purge_message_key", ((scope, key, id_) for id_, scope, key in gone))
         for name in ("purge_message", "purge_outcome", "purge_attempts"):
             self._each(name, ((row[0],) for row in gone))
+        self._steps.purge([row[0] for row in gone])
         self.rows("purge_keys", now, limit)
         self.rows("purge_register", now, limit)
         return Purged(bodies=len(bodies), messages=len(gone), register=self.connection.changes())
@@ -338,7 +382,7 @@ _MOVE_NAMES = {State.SCHEDULED: "redrive", State.DISCARDED: "discard", State.CAN
 
 def _delivery_row(e: Envelope, now: int) -> tuple[Any, ...]:
     due_at = e.due_at or now + e.delay
-    return (e.id, e.queue, e.message_type, due_at, due_at + e.retention if e.retention else 0)
+    return (e.id, e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
 
 
 def _again_row(lease: Lease, outcome: Again, now: int) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from onefold import limits
 from onefold.clock import Clock, SystemClock, boot_id
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, LeaseLostError, StoreError
+from onefold.step import Step
 from onefold.store import (
     Act,
     Attempt,
@@ -28,6 +29,7 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Parked,
     Purged,
     PutOptions,
     Query,
@@ -50,6 +52,7 @@ from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.wake import Wake
 from onefold.stores.sqlite.writer import InlineWriter, ThreadWriter, Turn, Writer
+from onefold.stores.steps import or_lost
 
 Answer = TypeVar("Answer")
 
@@ -105,6 +108,14 @@ class SQLiteTransaction:
             raise translated(error, self._store.path) from error
         if self.brings_work or _may_bring_work(settlements):
             self._store.ring()
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+        self.brings_work = self.brings_work or isinstance(owner, str)
+        return or_lost(owner, await self._run(self._session.record, owner, steps, act))
+
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        self.brings_work = True
+        return await self._run(self._session.rewind, message_id, step, act)
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         self.brings_work = True
@@ -268,6 +279,15 @@ class SQLiteStore:
             self.ring()
         return won
 
+    async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
+        recorded = or_lost(owner, await self._write(lambda session: session.record(owner, steps)))
+        if isinstance(owner, str):
+            self.ring()
+        return recorded
+
+    async def steps(self, message_id: str) -> list[Step]:
+        return await self._read(lambda session: session.steps(message_id))
+
     async def claim(
         self,
         queues: Sequence[str],
@@ -335,7 +355,10 @@ class SQLiteStore:
 
 def _may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
-    return any(isinstance(o, HandBack) or (isinstance(o, Done) and o.sends) for _, o in settlements)
+    return any(
+        isinstance(o, HandBack | Parked) or lease.envelope.reply_to or (isinstance(o, Done) and (o.sends or o.notes))
+        for lease, o in settlements
+    )
 
 
 def _settle_all(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:

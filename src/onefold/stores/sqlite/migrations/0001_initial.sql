@@ -34,6 +34,9 @@ CREATE TABLE onefold_delivery (
     replay_count INTEGER NOT NULL,
     lease_until INTEGER,
     worker TEXT,
+    -- How much others have recorded for it; and, only while it is parked, at how much it is due.
+    wake INTEGER NOT NULL DEFAULT 0,
+    wake_target INTEGER CHECK (wake_target IS NULL OR state = 0),
     CHECK ((state = 1) = (lease_until IS NOT NULL)),
     CHECK ((state = 1) = (worker IS NOT NULL))
 ) WITHOUT ROWID;
@@ -91,6 +94,27 @@ CREATE TABLE onefold_attempt (
     PRIMARY KEY (message_id, fence)
 ) WITHOUT ROWID;
 
+-- The journals: what the owner of a message did step by step, and what others told it.
+CREATE TABLE onefold_step (
+    seq INTEGER PRIMARY KEY,
+    message_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 11),
+    at INTEGER NOT NULL,
+    fingerprint BLOB NOT NULL,
+    -- Null when it is so large that it lies in parts.
+    value BLOB,
+    UNIQUE (message_id, name, kind)
+);
+
+CREATE TABLE onefold_blob (
+    message_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    part INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (message_id, name, part)
+);
+
 CREATE TABLE onefold_event (
     seq INTEGER PRIMARY KEY,
     at INTEGER NOT NULL,
@@ -115,8 +139,8 @@ CREATE TABLE onefold_register (
 CREATE VIEW onefold_inbox AS
 SELECT
     m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.causation_id,
-    CASE coalesce(d.state, o.state)
-        WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
+    CASE coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+        WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 2 THEN 'parked' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
         WHEN 5 THEN 'cancelled' WHEN 6 THEN 'discarded'
     END AS state,
     coalesce(d.fence, o.fence) AS fence,

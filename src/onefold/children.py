@@ -1,0 +1,130 @@
+"""Stage 7, handle: the children of a run, which are messages that report their end into its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Generator, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
+from onefold.errors import CancelledMessageError, DeadError, KeyReuseError
+from onefold.journal import Sent, decode_ended, encode
+from onefold.registry import Call
+from onefold.step import Step, StepKind
+from onefold.store import Ended, Query, State
+from onefold.stretch import Raised, Stretch, Wait
+
+R = TypeVar("R")
+
+
+class Child(Awaitable[R], Generic[R]):
+    """A child that is sent, and waited for, when it is awaited or gathered."""
+
+    def __init__(self, children: Children, name: str, call: Call[R]) -> None:
+        self._children = children
+        self.name = name
+        self.call = call
+
+    def __await__(self) -> Generator[Any, None, R]:
+        return self._result().__await__()
+
+    async def _result(self) -> R:
+        (answer,) = await self._children.results([self])
+        if isinstance(answer, Raised):
+            raise answer.error
+        result: R = answer
+        return result
+
+
+class Children:
+    """Sends the children of one run, and knows how they ended."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+        self._journal = stretch.journal
+
+    async def results(self, children: Sequence[Child[Any]]) -> list[Any]:
+        """Return what each child returned, or the exception it ended with; wait until all have ended."""
+        if unsent := [one for one in children if self._sent(one) is None]:
+            await self._start(unsent)
+        if foreign := self._foreign(children):
+            await self._look_for(foreign)
+            foreign = self._foreign(children)
+        ends = [self._end(one) for one in children]
+        missing = sum(end is None for end in ends)
+        if missing:
+            until = self._stretch.now + round(limits.FOREIGN_CHILD_SECONDS * MICROSECONDS) if foreign else None
+            await self._stretch.wait(Wait(until, awaits=missing - len(foreign)))
+        return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
+
+    def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
+        """Return those that somebody else had sent before, with their ids, unless they are known to have ended."""
+        sent = ((self._sent(one), one) for one in children)
+        return [(was.id, one) for was, one in sent if was and was.foreign and self._journal.ended(one.name) is None]
+
+    def _sent(self, child: Child[Any]) -> Sent | None:
+        with self._stretch.fatal:
+            return self._journal.sent(child.name, child.call.fingerprint)
+
+    async def _start(self, children: Sequence[Child[Any]]) -> None:
+        """Send children: with the next record, or where a key may be somebody else's, now, to be told so."""
+        journal, keyed = self._journal, list[tuple[Child[Any], Envelope]]()
+        for child in children:
+            self._stretch.begin(child.name)
+            envelope, _ = self._stretch.prepare(child.name, child.call)
+            envelope = msgspec.structs.replace(envelope, reply_to=f"{self._stretch.lease.id}/{child.name}")
+            if child.call.key is not None or envelope.deduplication_key is not None:
+                keyed.append((child, envelope))
+                continue
+            journal.pending.append(_sent_line(child, Sent(envelope.id)))
+            journal.sends.append(envelope)
+        if keyed:
+            await self._start_keyed(keyed)
+
+    async def _start_keyed(self, keyed: Sequence[tuple[Child[Any], Envelope]]) -> None:
+        stretch, lines = self._stretch, list[Step]()
+        with stretch.fatal:
+            async with stretch.tools.store.transaction() as transaction:
+                stored = await transaction.put([envelope for _, envelope in keyed])
+                for (child, envelope), one in zip(keyed, stored, strict=True):
+                    if one.clash:
+                        raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
+                    lines.append(_sent_line(child, Sent(one.id, foreign=one.id != envelope.id)))
+                self._journal.add(await transaction.record(stretch.lease, lines))
+
+    async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:
+        """Ask how those children ended that do not report to this run."""
+        ids = tuple({id_ for id_, _ in foreign})
+        found = await self._stretch.tools.store.find(Query(ids=ids, limit=len(ids)))
+        ended = {
+            one.envelope.id: Ended(one.envelope.id, one.state, msgspec.Raw(one.result or b"null"), one.failure)
+            for one in found
+            if one.state.ended
+        }
+        lines = [Step(child.name, StepKind.CHILD, encode(ended[id_])) for id_, child in foreign if id_ in ended]
+        if lines:
+            await self._stretch.record(lines)
+
+    def _end(self, child: Child[Any]) -> Ended | None:
+        """Return how a child ended: as the code has dealt with it, or as it stands now."""
+        dealt_with = self._journal.find(child.name, StepKind.FAILED)
+        return self._journal.ended(child.name) if dealt_with is None else decode_ended(dealt_with.value)
+
+    def _outcome(self, child: Child[Any], end: Ended) -> Any:
+        if end.state is State.DONE:
+            return child.call.task.signature.decode_result(bytes(end.result))
+        if self._journal.find(child.name, StepKind.FAILED) is None:
+            # What the code makes of a failure stays true, even if the child is redriven and succeeds later.
+            line = Step(child.name, StepKind.FAILED, encode(end), child.call.fingerprint)
+            self._journal.pending.append(line)
+        if end.state is State.DEAD and end.failure is not None:
+            failure = end.failure
+            return Raised(DeadError(end.id, failure.reason, failure.error_type, failure.error_message))
+        return Raised(CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result"))
+
+
+def _sent_line(child: Child[Any], sent: Sent) -> Step:
+    return Step(child.name, StepKind.SENT, encode(sent), child.call.fingerprint)

@@ -1,0 +1,215 @@
+"""One connection's conversation with the server: requests go out, answers come back in the same order.
+
+A cursor of psycopg costs more time than most of our statements, so these go to libpq directly, the statements of one
+request together in one round trip.  Outside of a transaction they are then one of their own: all of them, or none.
+Whoever is cancelled while waiting leaves no disorder behind: the answer is still read here, and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus, PipelineStatus
+from psycopg.pq.abc import PGresult
+
+from onefold.stores.postgres.statements import Query
+
+Answer = list[PGresult]
+
+
+class _Request:
+    __slots__ = ("answer", "prepared", "results", "sent_at")
+
+    def __init__(self, answer: asyncio.Future[Answer], sent_at: float) -> None:
+        self.answer = answer
+        self.sent_at = sent_at
+        #: For each result to come: the statement that is prepared by it, or None if it is an answer.
+        self.prepared: list[bytes | None] = []
+        self.results: Answer = []
+
+    def error(self) -> psycopg.Error | None:
+        for result in self.results:
+            if result.status == ExecStatus.FATAL_ERROR:
+                return error_from_result(result)
+        return None
+
+    def finish(self) -> None:
+        if self.answer.done():
+            return
+        if error := self.error():
+            self.answer.set_exception(error)
+        else:
+            pairs = zip(self.prepared, self.results, strict=True)
+            self.answer.set_result([result for prepared, result in pairs if prepared is None])
+
+
+class Exchange:
+    """Speaks for one connection.
+
+    One that is ``owned`` is never used by psycopg itself; it is listened to all the time, so its end is noticed.
+    Any other is left as it was found whenever nothing is under way.
+    """
+
+    def __init__(self, connection: AsyncConnection[Any], *, owned: bool, answer_seconds: float) -> None:
+        self._pgconn = connection.pgconn
+        self._socket = self._pgconn.socket
+        self._owned = owned
+        self._answer_seconds = answer_seconds
+        self._loop = asyncio.get_running_loop()
+        self._under_way: deque[_Request] = deque()
+        self._prepared: set[bytes] = set()
+        self._watch: asyncio.TimerHandle | None = None
+        self._when_quiet: list[Callable[[], None]] = []
+        self._listening = False
+        self._writing = False
+        if owned:
+            self._listen()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every request was answered."""
+        return not self._under_way
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing is known to be wrong, which a look at the socket tells without waiting."""
+        try:
+            self._pgconn.consume_input()
+        except psycopg.OperationalError as error:
+            self._break(error)
+            return False
+        return True
+
+    def send(self, queries: Sequence[Query]) -> asyncio.Future[Answer]:
+        """Send statements, all in one round trip; the first that fails keeps those behind it from being run."""
+        request = _Request(self._loop.create_future(), self._loop.time())
+        self._under_way.append(request)
+        try:
+            self._listen()
+            for query in queries:
+                self._write(query, request)
+            self._pgconn.pipeline_sync()
+            self._flush()
+        except psycopg.OperationalError as error:
+            self._break(error)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._answer_seconds, self._look_after)
+        return request.answer
+
+    def _write(self, query: Query, request: _Request) -> None:
+        text, values, formats, types, name, result_format = query
+        if name is None:
+            self._pgconn.send_query_params(text, values, types, formats, result_format)
+        else:
+            if name not in self._prepared:
+                self._pgconn.send_prepare(name, text, types)
+                self._prepared.add(name)
+                request.prepared.append(name)
+            self._pgconn.send_query_prepared(name, values, formats, result_format)
+        request.prepared.append(None)
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Call this as soon as every request was answered."""
+        if self._under_way:
+            self._when_quiet.append(call)
+        else:
+            call()
+
+    def stop(self) -> None:
+        """Let go of the connection, and close it."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        self._break(psycopg.OperationalError("the connection was closed"))
+
+    # the event loop's side
+
+    def _listen(self) -> None:
+        if not self._listening:
+            if self._pgconn.pipeline_status == PipelineStatus.OFF:
+                self._pgconn.enter_pipeline_mode()
+            self._loop.add_reader(self._socket, self._on_readable)
+            self._listening = True
+
+    def _on_readable(self) -> None:
+        try:
+            self._pgconn.consume_input()
+            while self._under_way and not self._pgconn.is_busy():
+                self._take(self._pgconn.get_result())
+        except psycopg.OperationalError as error:
+            self._break(error)
+
+    def _take(self, result: PGresult | None) -> None:
+        if result is None:
+            return
+        request = self._under_way[0]
+        if result.status != ExecStatus.PIPELINE_SYNC:
+            request.results.append(result)
+            return
+        self._under_way.popleft()
+        for name, prepared in zip(request.prepared, request.results, strict=True):
+            if name is not None and prepared.status != ExecStatus.COMMAND_OK:
+                self._prepared.discard(name)
+        if not self._under_way:
+            self._rest()
+        request.finish()
+
+    def _rest(self) -> None:
+        if not self._owned:
+            self._loop.remove_reader(self._socket)
+            self._listening = False
+            self._pgconn.exit_pipeline_mode()
+        self._tell_quiet()
+
+    def _flush(self) -> None:
+        """Send what is to be sent, the rest of it when there is room."""
+        if bool(self._pgconn.flush()) == self._writing:
+            return
+        self._writing = not self._writing
+        if self._writing:
+            self._loop.add_writer(self._socket, self._on_writable)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _on_writable(self) -> None:
+        try:
+            self._flush()
+        except psycopg.OperationalError as error:
+            self._break(error)
+
+    def _look_after(self) -> None:
+        """A server that cannot be reached any more may never say so."""
+        self._watch = None
+        if not self._under_way:
+            return
+        left = self._under_way[0].sent_at + self._answer_seconds - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._look_after)
+        else:
+            self._break(psycopg.OperationalError(f"no answer within {self._answer_seconds:g} s"))
+
+    def _break(self, error: psycopg.OperationalError) -> None:
+        """Nothing more can be said on this connection; whoever still waits gets an error."""
+        # By its number alone the socket must not be touched once it is closed: it may be another's then.
+        if self._listening:
+            self._loop.remove_reader(self._socket)
+        if self._writing:
+            self._loop.remove_writer(self._socket)
+        self._listening = self._writing = False
+        self._pgconn.finish()
+        requests = list(self._under_way)
+        self._under_way.clear()
+        for request in requests:
+            if not request.answer.done():
+                request.answer.set_exception(request.error() or error)
+        self._tell_quiet()
+
+    def _tell_quiet(self) -> None:
+        while self._when_quiet:
+            self._when_quiet.pop()()

@@ -1,0 +1,136 @@
+"""Journals on one SQLite connection, inside one open transaction.
+
+Plain blocking code, like the session it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import apsw
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import unpack_headers
+from onefold.step import Note, Step
+from onefold.store import Failure, Fenced, Lease, Parked, State
+from onefold.stores import steps as lines
+from onefold.stores.sql import load_statements
+
+SQL = load_statements("onefold.stores.sqlite", "steps.sql")
+
+_decode_failure = msgspec.json.Decoder(Failure).decode
+
+
+class Steps:
+    """The verbs on journals."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self._connection = connection
+
+    def _rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(SQL[name], parameters).fetchall()
+
+    # parking
+
+    def park(self, settlements: Iterable[tuple[Lease, Parked]], now: int) -> list[tuple[Any, ...]]:
+        """Park those that hold their fence, and return them."""
+        rows = ((lines.awaited(o), _due_at(o, now), now, lease.id, lease.fence) for lease, o in settlements)
+        return self._connection.executemany(SQL["settle_park"], rows).fetchall()
+
+    # recording
+
+    def by_owner(self, owner: Fenced, steps: Sequence[Step], now: int) -> list[Step] | None:
+        """Record for a lease; None when it is not held any more."""
+        return self.write(owner.id, steps, now)[0] if self._rows("record_held", owner.id, owner.fence) else None
+
+    def by_others(self, message_id: str, steps: Sequence[Step], now: int) -> list[Step]:
+        """Record for a message of somebody else, and wake it; returns nothing when nobody listens."""
+        if not self._rows("record_listens", message_id):
+            return []
+        stand, new = self.write(message_id, steps, now)
+        for (wake,) in self._rows("record_wake", new, now, message_id) if new else ():
+            lines.check_mailbox(message_id, wake, steps)
+        return stand
+
+    def by_hand(self, message_id: str, steps: Sequence[Step], now: int) -> list[Step]:
+        """Record as an operator, for a message that waits or is dead; returns nothing for any other."""
+        if not self._rows("record_by_hand", now, message_id) and not self._rows("record_dead", message_id):
+            return []
+        return self.write(message_id, steps, now)[0]
+
+    def tell(self, notes: Iterable[Note], now: int) -> None:
+        """Write into the journals of others."""
+        for message_id, steps in lines.by_message(notes).items():
+            self.by_others(message_id, steps, now)
+
+    def write(self, message_id: str, steps: Sequence[Step], now: int) -> tuple[list[Step], int]:
+        """Write lines unless they are there; return those that stand, and how many of them are new."""
+        connection, stand, new = self._connection, list[Step](), 0
+        for step in steps:
+            large = lines.is_large(step)
+            before = connection.total_changes()
+            value = None if large else step.value
+            self._rows("record_step", message_id, step.name, int(step.kind), now, step.fingerprint, value)
+            if connection.total_changes() == before:
+                (row,) = self._rows("record_stands", message_id, step.name, int(step.kind))
+                stand.append(self._whole(message_id, lines.step_of(row)))
+                continue
+            new += 1
+            seq = connection.last_insert_rowid()
+            stand.append(Step(step.name, step.kind, step.value, step.fingerprint, now, seq))
+            for number, part in enumerate(lines.parts_of(step.value) if large else ()):
+                self._rows("record_part", message_id, lines.blob_name(step), number, part)
+        return stand, new
+
+    # operators
+
+    def rewind(self, message_id: str, name: str, now: int) -> list[Step]:
+        """Forget a step and what came after it, and schedule the message; a dead one is left as it is."""
+        steps = self.read(message_id)
+        forgotten = lines.later_than(steps, name)
+        if not forgotten:
+            return []
+        if not self._rows("rewind", now, message_id) and not self._rows("record_dead", message_id):
+            return []
+        for step in forgotten:
+            self._rows("rewind_step", step.seq)
+            self._rows("rewind_parts", message_id, lines.blob_name(step))
+        self.write(message_id, [lines.restart_line(steps)], now)
+        return forgotten
+
+    def resume(self, message_id: str, now: int) -> bool:
+        """Schedule a parked message."""
+        return bool(self._rows("move_resume", now, message_id))
+
+    def reply_for(self, message_id: str, state: State, now: int) -> None:
+        """Tell the parent of a message that a person has ended it."""
+        for headers, replay_count, failure in self._rows("move_reply", message_id):
+            if (reply_to := unpack_headers(headers).reply_to) is not None:
+                known = None if failure is None else _decode_failure(failure)
+                ended = lines.ended_by_hand(message_id, state, known)
+                self.tell([lines.reply(reply_to, replay_count, ended)], now)
+
+    # reading
+
+    def read(self, message_id: str) -> list[Step]:
+        """Return a journal in the order in which it was written."""
+        return [self._whole(message_id, lines.step_of(row)) for row in self._rows("steps", message_id)]
+
+    def _whole(self, message_id: str, step: Step) -> Step:
+        """Put the value of a large line together."""
+        if step.value is not None:
+            return step
+        parts = self._rows("parts", message_id, lines.blob_name(step))
+        return msgspec.structs.replace(step, value=b"".join(part for (part,) in parts))
+
+    def purge(self, ids: Sequence[str]) -> None:
+        """Remove the journals of these messages."""
+        for name in ("purge_steps", "purge_parts"):
+            self._connection.executemany(SQL[name], ((id_,) for id_ in ids))
+
+
+def _due_at(outcome: Parked, now: int) -> int:
+    return limits.INSTANT_MAX if outcome.delay is None else now + round(outcome.delay * MICROSECONDS)

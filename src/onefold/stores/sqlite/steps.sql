@@ -1,0 +1,82 @@
+-- Journals: what the owner of a message did step by step, and what others told it.
+
+-- name: settle_park
+-- One statement looks how much others have recorded and parks, so that none of it is overlooked: if enough has come
+-- meanwhile, the message is scheduled instead.  It got this far without harm, so earlier crashes are forgiven.
+UPDATE onefold_delivery
+SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
+    due_at = CASE WHEN wake < ?1 THEN ?2 ELSE ?3 END,
+    wake_target = CASE WHEN wake < ?1 THEN ?1 END
+WHERE id = ?4 AND fence = ?5
+RETURNING id, fence - 1
+
+-- name: record_held
+SELECT 1 FROM onefold_delivery WHERE id = ? AND fence = ?
+
+-- name: record_step
+INSERT INTO onefold_step (message_id, name, kind, at, fingerprint, value) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+
+-- name: record_part
+INSERT INTO onefold_blob (message_id, name, part, data) VALUES (?, ?, ?, ?)
+
+-- name: record_stands
+SELECT name, kind, value, fingerprint, at, seq FROM onefold_step WHERE message_id = ? AND name = ? AND kind = ?
+
+-- name: record_listens
+-- Whether there is somebody to tell: a message that is alive, or dead and so perhaps redriven.
+SELECT 1 FROM onefold_delivery WHERE id = ?1
+UNION ALL
+SELECT 1 FROM onefold_outcome WHERE id = ?1 AND state = 4
+
+-- name: record_dead
+SELECT 1 FROM onefold_outcome WHERE id = ? AND state = 4
+
+-- name: record_wake
+UPDATE onefold_delivery
+SET wake = wake + ?1,
+    due_at = CASE WHEN wake + ?1 >= wake_target THEN min(due_at, ?2) ELSE due_at END,
+    wake_target = CASE WHEN wake + ?1 >= wake_target THEN NULL ELSE wake_target END
+WHERE id = ?3
+RETURNING wake
+
+-- name: record_by_hand
+UPDATE onefold_delivery
+SET fence = fence + 1, due_at = CASE WHEN wake_target IS NULL THEN due_at ELSE min(due_at, ?1) END, wake_target = NULL
+WHERE id = ?2 AND state = 0
+RETURNING id
+
+-- name: rewind
+UPDATE onefold_delivery
+SET state = 0, fence = fence + 1, due_at = ?1, lease_until = NULL, worker = NULL, wake_target = NULL
+WHERE id = ?2
+RETURNING id
+
+-- name: rewind_step
+DELETE FROM onefold_step WHERE seq = ?
+
+-- name: rewind_parts
+DELETE FROM onefold_blob WHERE message_id = ? AND name = ?
+
+-- name: move_resume
+UPDATE onefold_delivery SET due_at = min(due_at, ?1), wake_target = NULL, fence = fence + 1
+WHERE id = ?2 AND wake_target IS NOT NULL
+RETURNING id
+
+-- name: move_reply
+-- To whom a message that a person ended would have replied.
+SELECT m.headers, o.replay_count, o.failure
+FROM onefold_message m JOIN onefold_outcome o ON o.id = m.id
+WHERE m.id = ? AND m.headers IS NOT NULL
+
+-- name: steps
+SELECT name, kind, value, fingerprint, at, seq FROM onefold_step WHERE message_id = ? ORDER BY seq
+
+-- name: parts
+SELECT data FROM onefold_blob WHERE message_id = ? AND name = ? ORDER BY part
+
+-- name: purge_steps
+DELETE FROM onefold_step WHERE message_id = ?
+
+-- name: purge_parts
+DELETE FROM onefold_blob WHERE message_id = ?

@@ -1,0 +1,127 @@
+"""Journals as both stores keep them: what an end tells others, what a restart forgets, how large values lie.
+
+All of it is pure: the stores read and write the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from onefold import limits
+from onefold.errors import LeaseLostError, LimitError
+from onefold.step import OUTSIDE, Note, Step, StepKind, child_line
+from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Parked, State
+
+_encode = msgspec.json.Encoder().encode
+
+#: A wake that nobody's records reach.
+NEVER = limits.INTEGER_MAX
+
+
+def notes_of(settlements: Iterable[tuple[Lease, Outcome]]) -> list[Note]:
+    """Return what these settlements tell others: signals, and to their parents how children ended."""
+    notes: list[Note] = []
+    for lease, outcome in settlements:
+        if isinstance(outcome, Done | Parked):
+            notes += outcome.notes
+        if lease.envelope.reply_to is not None and isinstance(outcome, Done | Dead):
+            done = isinstance(outcome, Done)
+            ended = Ended(
+                lease.id,
+                State.DONE if done else State.DEAD,
+                msgspec.Raw(outcome.result if isinstance(outcome, Done) else b"null"),
+                None if isinstance(outcome, Done) else outcome.failure,
+            )
+            notes.append(reply(lease.envelope.reply_to, lease.replay_count, ended))
+    return notes
+
+
+def reply(reply_to: str, replay_count: int, ended: Ended) -> Note:
+    """Return the line by which a child tells its parent how it ended."""
+    parent, _, name = reply_to.partition("/")
+    return Note(parent, Step(child_line(name, replay_count), StepKind.CHILD, _encode(ended)))
+
+
+def by_message(notes: Iterable[Note]) -> dict[str, list[Step]]:
+    """Return the lines for each message, the messages in the order of their ids, so that nobody waits in a circle."""
+    found: dict[str, list[Step]] = {}
+    for note in sorted(notes, key=lambda note: note.message_id):
+        found.setdefault(note.message_id, []).append(note.step)
+    return found
+
+
+def check_outside(steps: Iterable[Step]) -> None:
+    """Refuse what only the owner of a message may record."""
+    for step in steps:
+        if step.kind not in OUTSIDE:
+            raise ValueError(f"only the owner of a message may record a {step.kind.name.lower()}")
+
+
+def check_mailbox(message_id: str, wake: int, steps: Iterable[Step]) -> None:
+    """Refuse signals to a run that has far too many already."""
+    if wake > limits.SIGNALS_MAX and any(step.kind is StepKind.SIGNAL for step in steps):
+        raise LimitError(
+            "signal", f"run {message_id} was told {wake} things; at most {limits.SIGNALS_MAX}: send messages instead"
+        )
+
+
+def awaited(outcome: Parked) -> int:
+    """Return at which ``wake`` a parked message is due."""
+    return outcome.seen + outcome.awaits if outcome.awaits else NEVER
+
+
+def later_than(steps: Sequence[Step], name: str) -> list[Step]:
+    """Return what is forgotten when a run goes back to a step: its lines and all that the owner wrote after them.
+
+    What others wrote stays, unless it is how a child ended that will be sent again.
+    """
+    own = [step.seq for step in steps if step.name == name or step.name.startswith((f"{name}!", f"{name}/"))]
+    if not own:
+        return []
+    kept = (StepKind.SIGNAL, StepKind.CHILD, StepKind.RESTART)
+    forgotten = [step for step in steps if step.seq >= min(own) and step.kind not in kept]
+    sent = {step.name for step in forgotten if step.kind is StepKind.SENT}
+    ended = (step for step in steps if step.kind is StepKind.CHILD and step.name.partition("@")[0] in sent)
+    return [*forgotten, *ended]
+
+
+def restart_line(steps: Iterable[Step]) -> Step:
+    """Return the line that says how often a run went back."""
+    number = 1 + sum(step.kind is StepKind.RESTART for step in steps)
+    return Step(f"restart#{number}", StepKind.RESTART, b"null")
+
+
+def step_of(row: Sequence[Any]) -> Step:
+    """Return a line from its row: name, kind, value, fingerprint, at, seq."""
+    name, kind, value, fingerprint, at, seq = row
+    return Step(name, StepKind(kind), value, fingerprint, at, seq)
+
+
+def blob_name(step: Step) -> str:
+    """Name the parts of a line's value."""
+    return f"{int(step.kind)}/{step.name}"
+
+
+def parts_of(value: bytes) -> list[bytes]:
+    """Divide a value that is too large for its line."""
+    return [value[at : at + limits.STEP_BYTES_INLINE] for at in range(0, len(value), limits.STEP_BYTES_INLINE)]
+
+
+def is_large(step: Step) -> bool:
+    """Whether a line's value is kept in parts."""
+    return len(step.value) > limits.STEP_BYTES_INLINE
+
+
+def ended_by_hand(id_: str, state: State, failure: Failure | None) -> Ended:
+    """Return how a message ended that a person took back or closed."""
+    return Ended(id_, state, msgspec.Raw(b"null"), failure)
+
+
+def or_lost(owner: Fenced | str, recorded: list[Step] | None) -> list[Step]:
+    """Return what was recorded, or raise if the lease was not held any more."""
+    if recorded is None:
+        raise LeaseLostError(f"message {owner if isinstance(owner, str) else owner.id} was taken over")
+    return recorded

@@ -1,0 +1,391 @@
+"""Stage 7, handle: a run from one claim to the next time it waits, fails or is through.
+
+The workflow's code knows nothing of claims.  When everything it does has come to wait, the stretch is over: the code is
+left by an exception that it cannot mean to catch, and the run is parked together with all that is not written down yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, Clock
+from onefold.codec import fingerprint_of_call
+from onefold.effects import Ledger
+from onefold.envelope import Envelope
+from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.journal import Journal, Retried, decode_failure, encode
+from onefold.receipt import Receipt
+from onefold.registry import Call
+from onefold.retry import decide, failure_of
+from onefold.step import Note, Step, StepKind
+from onefold.stepping import StepFunction, in_time
+from onefold.store import Dead, Failure, Lease, Parked, Store, Transaction
+from onefold.transaction import Buffer, Context, Prepare, StepScope, current
+
+logger = logging.getLogger("onefold")
+
+R = TypeVar("R")
+
+#: Wraps every run of a handler or step: ``async def middleware(ctx, proceed): return await proceed()``.
+Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+#: Nothing more can be done under this claim, whatever the workflow makes of the exception.
+_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
+
+#: Where the code is: the names of its steps begin with it.
+branch: ContextVar[str] = ContextVar("onefold_branch", default="")
+
+
+class Parking(BaseException):
+    """Leaves the workflow's code because everything it does has come to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What every run of a worker needs."""
+
+    store: Store
+    clock: Clock
+    chance: random.Random
+    prepare: Prepare
+    resources: Any
+    held_until: Callable[[], int]
+    middleware: Sequence[Middleware] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What one branch waits for: a moment, so many records of others, or only a person."""
+
+    until: int | None = None
+    awaits: int = 0
+    failure: Failure | None = None
+
+
+class Stretch:
+    """One claim of a run; ``dry`` stops before anything that the journal does not have."""
+
+    def __init__(self, lease: Lease, journal: Journal, tools: Tools, *, dry: bool = False) -> None:
+        self.lease = lease
+        self.journal = journal
+        self.tools = tools
+        self._dry = dry
+        self._began = tools.clock.steady()
+        self._waits: list[Wait] = []
+        #: Branches that neither wait nor have ended.
+        self._running = 1
+        self._parking = False
+        self._parked = asyncio.Event()
+        #: Why nothing more can be done, if that is so.
+        self.over: BaseException | None = None
+        self.fatal = _Fatal(self)
+
+    @property
+    def now(self) -> int:
+        """The time by the store's clock."""
+        return self.lease.claimed_at + self.tools.clock.steady() - self._began
+
+    # waiting
+
+    def refuse(self) -> None:
+        """Do nothing more once the stretch is over."""
+        if self.over is not None:
+            raise self.over
+        if self._parking:
+            raise Parking
+
+    def begin(self, name: str) -> None:
+        """Something that the journal does not have is about to be done."""
+        self.refuse()
+        with self.fatal:
+            self.journal.begin(name)
+        if self._dry:
+            raise self._park()
+
+    async def wait(self, wait: Wait) -> None:
+        """Wait; the branch does not go on in this stretch."""
+        self.refuse()
+        self._waits.append(wait)
+        self._running -= 1
+        if self._running <= 0:
+            raise self._park()
+        await self._parked.wait()
+        raise Parking
+
+    async def wait_until(self, instant: int, *, awaits: int = 0) -> None:
+        """Wait unless the time has come."""
+        if instant > self.now:
+            await self.wait(Wait(instant, awaits))
+
+    async def wait_for(self, seconds: float, *, awaits: int = 0, failure: Failure | None = None) -> None:
+        """Wait for so long, from now."""
+        await self.wait(Wait(self.now + round(seconds * MICROSECONDS), awaits, failure))
+
+    def _park(self) -> Parking:
+        self._parking = True
+        self._parked.set()
+        return Parking()
+
+    def parked(self) -> Parked:
+        """Return the outcome of a stretch that came to wait."""
+        times = [max(0, wait.until - self.now) / MICROSECONDS for wait in self._waits if wait.until is not None]
+        awaits = [wait.awaits for wait in self._waits if wait.awaits]
+        failures = [wait.failure for wait in self._waits if wait.failure is not None]
+        journal = self.journal
+        return Parked(
+            min(times, default=None),
+            self.lease.wake,
+            min(awaits, default=0),
+            failures[0] if failures else None,
+            tuple(journal.take_pending()),
+            tuple(journal.sends),
+            tuple(journal.notes),
+        )
+
+    @property
+    def parking(self) -> bool:
+        """Whether everything has come to wait."""
+        return self._parking
+
+    # branches
+
+    async def branches(self, given: Sequence[tuple[str, Awaitable[Any]]]) -> list[Any]:
+        """Run these at once, each under its own name, and return what they returned or raised, when all are through."""
+        left = len(given)
+        self._running += left - 1
+
+        async def run(name: str, awaitable: Awaitable[Any]) -> Any:
+            nonlocal left
+            branch.set(name)
+            try:
+                answer = await awaitable
+            except Parking:
+                raise
+            except BaseException as error:
+                answer = Raised(error)
+            left -= 1
+            # The last one hands over to whoever waits for all of them, who is running again.
+            if left:
+                self._running -= 1
+                if self._running <= 0:
+                    self._park()
+            return answer
+
+        tasks = [asyncio.ensure_future(run(name, awaitable)) for name, awaitable in given]
+        try:
+            await asyncio.wait(tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        if any(isinstance(task.exception(), Parking) for task in tasks):
+            raise Parking
+        return [task.result() for task in tasks]
+
+    # recording
+
+    def prepare(self, name: str, call: Call[R]) -> tuple[Envelope, Receipt[R]]:
+        """Make the message that the workflow sends under this name, and the receipt for it."""
+        cause = StepScope(name, 1, None, self.journal.restarts).cause(self.lease.envelope)
+        return self.tools.prepare(call, cause, 0)
+
+    async def record(self, steps: Sequence[Step], buffer: Buffer | None = None) -> list[Step]:
+        """Write these lines, and with them all that is pending, in one commit; returns those that stand."""
+        return await self._write(steps, buffer, None)
+
+    async def _write(self, steps: Sequence[Step], buffer: Buffer | None, context: Context | None) -> list[Step]:
+        self.refuse()
+        journal = self.journal
+        pending, sends, notes = journal.take_pending(), journal.sends, journal.notes
+        journal.sends, journal.notes = [], []
+        lines = [*pending, *steps]
+        leaves = (*sends, *(buffer.envelopes if buffer else ())), (*notes, *(buffer.notes if buffer else ()))
+        try:
+            with self.fatal:
+                recorded = await self._commit(lines, *leaves, context)
+        except BaseException:
+            journal.pending[:0], journal.sends[:0], journal.notes[:0] = pending, sends, notes
+            raise
+        journal.add(recorded)
+        return recorded[len(pending) :]
+
+    async def _commit(
+        self, lines: Sequence[Step], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
+    ) -> list[Step]:
+        store, recorded = self.tools.store, list[Step]()
+
+        async def write(transaction: Transaction) -> None:
+            recorded.extend(await transaction.record(self.lease, lines))
+            await leave(transaction, sends, notes)
+
+        if context is not None:
+            await context.commit_with(write)
+        elif sends or notes:
+            async with store.transaction() as transaction:
+                await write(transaction)
+        else:
+            return await store.record(self.lease, lines)
+        return recorded
+
+    # steps
+
+    async def perform(self, name: str, function: StepFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the journal has for a step, or call its function until it is through or has failed for good."""
+        fingerprint = fingerprint_of_call(args, kwargs)
+        with self.fatal:
+            known = self.journal.find(name, StepKind.RESULT, fingerprint)
+            failed = self.journal.find(name, StepKind.FAILED, fingerprint)
+        if known is not None:
+            return function.codec.decode(known.value)
+        if failed is not None:
+            raise _step_error(name, decode_failure(failed.value))
+        self.begin(name)
+        tries = self.journal.tries(name)
+        attempt = 1 + sum(retried.counted for _, retried in tries)
+        if tries:
+            step, retried = tries[-1]
+            await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
+        while True:
+            try:
+                with self.fatal:
+                    return await self._try(name, attempt, function, args, kwargs, fingerprint)
+            except BaseException as error:
+                if isinstance(error, (Parking, *_FATAL)) or stopped_from_outside(error):
+                    raise
+                attempt += await self._after_failure(name, attempt, function, fingerprint, error)
+
+    async def _try(
+        self,
+        name: str,
+        attempt: int,
+        function: StepFunction,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        fingerprint: bytes,
+    ) -> Any:
+        tools, journal = self.tools, self.journal
+        ledger = Ledger(self.lease.id, _answering(journal, name), self.record, f"{name}/")
+        scope = StepScope(name, attempt, ledger, journal.restarts)
+        context = Context(self.lease, tools.store, tools.prepare, tools.resources, tools.held_until, scope)
+        call: Callable[[], Awaitable[Any]] = lambda: function.call(context, args, kwargs)  # noqa: E731
+        for middleware in reversed(tools.middleware):
+            call = wrapped(middleware, context, call)
+        token = current.set(context)
+        try:
+            result = await in_time(call, function.settings.timeout_seconds, name)
+            context.close()
+            if context.uncertain is not None:
+                raise context.uncertain
+            line = Step(name, StepKind.RESULT, function.codec.encode(result), fingerprint)
+            (stands,) = await self._write([line], context.buffer, context if context.in_transaction else None)
+            return function.codec.decode(stands.value)
+        except BaseException as error:
+            context.close()
+            await context.roll_back(error)
+            if context.uncertain is not None:
+                raise context.uncertain from error
+            raise
+        finally:
+            current.reset(token)
+
+    async def _after_failure(
+        self, name: str, attempt: int, function: StepFunction, fingerprint: bytes, error: BaseException
+    ) -> bool:
+        """Wait as long as the policy says and return whether an attempt was used up; raises if it was the last."""
+        lease = msgspec.structs.replace(self.lease, attempt=attempt)
+        outcome = decide(function.settings.retry, lease, error, now=self.now, chance=self.tools.chance)
+        told = "-" if isinstance(outcome, Dead) else f"{outcome.delay:.1f}"
+        logger.warning(
+            "step_failed run_id=%s step=%s attempt=%d delay=%s error=%s",
+            self.lease.id,
+            name,
+            attempt,
+            told,
+            type(error).__name__,
+        )
+        if isinstance(outcome, Dead):
+            self.journal.pending.append(Step(name, StepKind.FAILED, encode(outcome.failure), fingerprint))
+            raise _step_error(name, outcome.failure) from error
+        if outcome.delay <= limits.RETRY_IN_PLACE_SECONDS:
+            await self.tools.clock.sleep(outcome.delay)
+            return outcome.counted
+        line = self.journal.try_line(name, len(self.journal.tries(name)))
+        retried = Retried(outcome.failure, outcome.delay, outcome.counted)
+        self.journal.pending.append(Step(line, StepKind.RETRY, encode(retried)))
+        await self.wait_for(outcome.delay, failure=outcome.failure)
+        return outcome.counted
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a branch raised."""
+
+    error: BaseException
+
+
+class _Fatal:
+    """Remembers an error after which nothing more can be done, even if the workflow's code catches it."""
+
+    __slots__ = ("_stretch",)
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, _FATAL):
+            self._stretch.over = error
+
+
+async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequence[Note]) -> None:
+    """Let messages and signals leave with a transaction; a key that belongs to another payload fails it."""
+    if sends:
+        for envelope, stored in zip(sends, await transaction.put(sends), strict=True):
+            if stored.clash:
+                raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
+    for note in notes:
+        await transaction.record(note.message_id, [note.step])
+
+
+def stopped_from_outside(error: BaseException) -> bool:
+    """Tell a cancellation that came from outside from code that raised ``CancelledError`` by itself."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _step_error(name: str, failure: Failure) -> StepError:
+    return StepError(name, failure.reason, failure.error_type, failure.error_message)
+
+
+def _answering(journal: Journal, name: str) -> Callable[[], Awaitable[list[Step]]]:
+    async def load() -> list[Step]:
+        return journal.within(name)
+
+    return load
+
+
+def until_a_person_acts(lease: Lease, error: ReplayError | UncertainError) -> Parked:
+    """Return the outcome of a message that cannot go on before somebody has looked at it."""
+    logger.warning("parked_for_a_person message_id=%s error=%s", lease.id, error)
+    reason = "replay" if isinstance(error, ReplayError) else "uncertain"
+    return Parked(None, lease.wake, awaits=0, failure=failure_of(error, reason))
+
+
+def wrapped(
+    middleware: Middleware, context: Context, proceed: Callable[[], Awaitable[Any]]
+) -> Callable[[], Awaitable[Any]]:
+    """Return a call with a middleware around it."""
+    return lambda: middleware(context, proceed)

@@ -1,0 +1,362 @@
+"""Stages 7 to 9 for workflows: work that goes on where it was, after weeks of waiting or a crash.
+
+A workflow is an ordinary message whose handler is run again from the beginning whenever the message is claimed.
+What it does through its ``Run`` is journaled and not done twice; while it waits it holds no worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from hashlib import blake2b
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
+from uuid import UUID
+
+import msgspec
+
+from onefold import limits
+from onefold.children import Child, Children
+from onefold.clock import to_datetime
+from onefold.codec import ResultCodec, fingerprint_of_call
+from onefold.errors import (
+    CancelledMessageError,
+    ConfigurationError,
+    DeadError,
+    LeaseLostError,
+    ReplayError,
+    SignalTimeoutError,
+    StepError,
+    TransactionOpenError,
+    UncertainError,
+    seconds,
+)
+from onefold.journal import Journal, Sent, due_at, encode, read_journal, signal_note
+from onefold.receipt import Receipt
+from onefold.registry import BoundTask, Call, Task, takes_first
+from onefold.retry import failure_of
+from onefold.step import Step, StepKind
+from onefold.stepping import StepOptions, in_time, step_function
+from onefold.store import Dead, Done, Failure, Lease, Outcome, State, Stored
+from onefold.stretch import Raised, Stretch, Tools, Wait, branch, stopped_from_outside, until_a_person_acts
+from onefold.transaction import Context, current
+
+logger = logging.getLogger("onefold")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+
+
+class Workflow(Task[P, R]):
+    """A function that can be sent, and whose runs are journaled; ``await workflow.send(…)`` starts one."""
+
+    pinned = True
+
+    def _is_handed_something(self, function: Callable[..., Any]) -> bool:
+        if not takes_first(function, "Run", "run"):
+            raise ConfigurationError(f"{self.name}: the first parameter of a workflow is its run; write `run: Run`")
+        return True
+
+    def __repr__(self) -> str:
+        return f"<workflow {self.name} version {self.version}>"
+
+
+class Run:
+    """What a workflow receives: the only door for what it does.
+
+    The code around it must do the same every time it is run: no clock, no chance, no calls to the outside except
+    through here.  Each thing asked for is known by its name and how often that was asked for.
+    """
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+        self._journal = stretch.journal
+        self._children = Children(stretch)
+        self.message = stretch.lease.envelope
+        self.resources = stretch.tools.resources
+
+    @property
+    def id(self) -> str:
+        """The id of the run, which is its message's."""
+        return self.message.id
+
+    # steps
+
+    @overload
+    def step(
+        self, function: Callable[Concatenate[Context, P], Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(
+        self, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
+    def step(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function and keep what it returned: when the run goes on later, it is not called again.
+
+        A function that takes a ``Context`` commits its SQL, its sends and the record of its result together.
+        A crash before that commit lets it be called again; what it does to the outside belongs into ``ctx.once``.
+        It is retried by its policy; when it has failed for good, ``StepError`` is raised, on every replay the same.
+        """
+        return self._step(function, None, args, kwargs)
+
+    def options(self, **options: Unpack[StepOptions]) -> BoundRun:
+        """Return this run with a name, timeout or retry policy for the step that follows."""
+        return BoundRun(self, options)
+
+    def _step(
+        self, function: Callable[..., Any], options: StepOptions | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Coroutine[Any, Any, Any]:
+        # Named now and not when it is awaited: the order of calls is what every replay has in common.
+        known = step_function(function, options)
+        return self._stretch.perform(self._name(known.name), known, args, kwargs)
+
+    def _name(self, what: str) -> str:
+        self._stretch.refuse()
+        return self._journal.name(branch.get(), what)
+
+    # waiting
+
+    def sleep(
+        self,
+        duration: timedelta | float | None = None,
+        *,
+        days: float = 0,
+        hours: float = 0,
+        minutes: float = 0,
+    ) -> Coroutine[Any, Any, None]:
+        """Go on after this long: a ``timedelta``, a number of seconds, or days, hours and minutes.  Holds no worker."""
+        length = seconds(duration or 0) + seconds(timedelta(days=days, hours=hours, minutes=minutes))
+        return self._sleep(self._name("sleep"), length)
+
+    async def _sleep(self, name: str, length: float) -> None:
+        fingerprint = fingerprint_of_call((length,), {})
+        with self._stretch.fatal:
+            timer = self._journal.find(name, StepKind.TIMER, fingerprint)
+        if timer is not None:
+            await self._stretch.wait_until(due_at(timer))
+            return
+        self._stretch.begin(name)
+        self._journal.pending.append(Step(name, StepKind.TIMER, encode(length), fingerprint))
+        await self._stretch.wait_for(length)
+
+    @overload
+    def signal(
+        self, name: str, *, timeout: timedelta | float | None = None, type: type[R]
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def signal(self, name: str, *, timeout: timedelta | float | None = None) -> Coroutine[Any, Any, Any]: ...
+    def signal(
+        self,
+        name: str,
+        *,
+        timeout: timedelta | float | None = None,
+        type: Any = Any,  # noqa: A002 - what the word means here is what it means there
+    ) -> Any:
+        """Wait for the next signal of this name and return its value; each is given to one wait, the oldest first.
+
+        Raises ``SignalTimeoutError`` when ``timeout`` passes first.
+        """
+        limits.check_step_name("signal", name)
+        length = None if timeout is None else seconds(timeout)
+        return self._signal(self._name(name), name, length, ResultCodec(type, field=f"signal {name}"))
+
+    async def _signal(self, name: str, signal: str, length: float | None, codec: ResultCodec) -> Any:
+        stretch, journal = self._stretch, self._journal
+        timer, taken = journal.find(name, StepKind.TIMER), journal.find(name, StepKind.TAKEN)
+        if timer is None and taken is None:
+            stretch.begin(name)
+        if (step := journal.take_signal(name, signal)) is not None:
+            return codec.decode(step.value)
+        late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
+        if taken is not None:
+            raise late
+        if length is None:
+            await stretch.wait(Wait(awaits=1))
+        elif timer is None:
+            journal.pending.append(Step(name, StepKind.TIMER, encode(length)))
+            await stretch.wait_for(length, awaits=1)
+        else:
+            await stretch.wait_until(due_at(timer), awaits=1)
+        journal.pending.append(Step(name, StepKind.TAKEN, encode(None)))
+        raise late
+
+    # others
+
+    def child(self, task: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Child[R]:
+        """Send a task or workflow and wait for its result.
+
+        Raises ``DeadError`` if it becomes a dead letter and ``CancelledMessageError`` if it is taken back.
+        """
+        call = task.call(*args, **kwargs)
+        return Child(self._children, self._name(call.task.name), call)
+
+    def send(self, task: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
+        """Send a message and do not wait for it; it leaves, once, with what the run records next."""
+        return self.add(task.call(*args, **kwargs))
+
+    def add(self, call: Call[R]) -> Receipt[R]:
+        """Send an encoded call; what ``await task.send(…)`` does inside a workflow."""
+        if call.options.get("if_dead", "keep") != "keep":
+            raise ConfigurationError("if_dead='redrive' reopens another message; send it in a step or outside")
+        name = self._name(call.task.name)
+        with self._stretch.fatal:
+            sent = self._journal.sent(name, call.fingerprint)
+        envelope, receipt = self._stretch.prepare(name, call)
+        if sent is not None:
+            receipt.confirm(Stored(sent.id, State.SCHEDULED))
+            return receipt
+        self._stretch.begin(name)
+        self._journal.pending.append(Step(name, StepKind.SENT, encode(Sent(envelope.id)), call.fingerprint))
+        self._journal.sends.append(envelope)
+        return receipt
+
+    def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
+        """Send a signal; what ``await app.signal(…)`` does inside a workflow."""
+        line = self._name(f"signal.{limits.check_step_name('signal', name)}")
+        if self._journal.find(line, StepKind.SENT) is not None:
+            return
+        self._stretch.begin(line)
+        note = signal_note(run_id, name, value, id_ or f"{self.id}/{line}")
+        self._journal.pending.append(Step(line, StepKind.SENT, encode(Sent(run_id))))
+        self._journal.notes.append(note)
+
+    def refuse(self, verb: str) -> None:
+        """Refuse what would be done again on every replay."""
+        raise TransactionOpenError(f"{verb} inside a workflow would be done again whenever it goes on; do it in a step")
+
+    # several at once
+
+    @overload
+    def gather(self, one: Awaitable[A], two: Awaitable[B], /) -> Coroutine[Any, Any, tuple[A, B]]: ...
+    @overload
+    def gather(
+        self, one: Awaitable[A], two: Awaitable[B], three: Awaitable[C], /
+    ) -> Coroutine[Any, Any, tuple[A, B, C]]: ...
+    @overload
+    def gather(self, /, *awaitables: Awaitable[R]) -> Coroutine[Any, Any, tuple[R, ...]]: ...
+    def gather(self, /, *awaitables: Awaitable[Any]) -> Any:
+        """Do several things at once and return their results in this order, when all are through.
+
+        Takes steps, children, waits and coroutines that use the run; children wake the run once, when all have ended.
+        If some fail, all are waited for, and the first of them in this order is raised.
+        """
+        self._stretch.refuse()
+        here = branch.get()
+        number = self._journal.ordinal(f"{here}gather")
+        return self._gather(f"{here}gather#{number}.", awaitables)
+
+    async def _gather(self, name: str, awaitables: Sequence[Awaitable[Any]]) -> tuple[Any, ...]:
+        children = [one for one in awaitables if isinstance(one, Child)]
+        others = [(f"{name}{n}/", one) for n, one in enumerate(awaitables) if not isinstance(one, Child)]
+        if others:
+            jobs = [*others, (branch.get(), self._children.results(children))] if children else others
+            *answers, last = await self._stretch.branches(jobs)
+            ended, answers = (last, answers) if children else ([], [*answers, last])
+            if isinstance(ended, Raised):
+                raise ended.error
+        else:
+            ended, answers = await self._children.results(children), []
+        by_place = (iter(ended), iter(answers))
+        results = [next(by_place[0] if isinstance(one, Child) else by_place[1]) for one in awaitables]
+        for result in results:
+            if isinstance(result, Raised):
+                raise result.error
+        return tuple(results)
+
+    # time and chance
+
+    def now(self) -> datetime:
+        """The time when the run first asked; the same on every replay."""
+        name = self._name("now")
+        known = self._journal.find(name, StepKind.RESULT)
+        if known is not None:
+            return to_datetime(msgspec.json.decode(known.value, type=int))
+        self._stretch.begin(name)
+        instant = self._stretch.now
+        self._journal.pending.append(Step(name, StepKind.RESULT, encode(instant)))
+        return to_datetime(instant)
+
+    def random(self) -> float:
+        """A number from 0 to 1, the same on every replay; it follows from the run's id, so it is no secret."""
+        return (int.from_bytes(self._derived("random")[:8], "big") >> 11) / (1 << 53)
+
+    def uuid(self) -> UUID:
+        """A UUID, the same on every replay; no secret either."""
+        return UUID(bytes=self._derived("uuid"), version=4)
+
+    def _derived(self, what: str) -> bytes:
+        what = f"{branch.get()}{what}"
+        return blake2b(f"{self.id}/{what}#{self._journal.ordinal(what)}".encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRun:
+    """A run with options for a step."""
+
+    run: Run
+    bound: StepOptions
+
+    @overload
+    def step(
+        self, function: Callable[Concatenate[Context, P], Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(
+        self, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
+    def step(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with these options; see ``Run.step``."""
+        return self.run._step(function, self.bound, args, kwargs)
+
+
+async def drive(workflow: Workflow[Any, Any], lease: Lease, tools: Tools) -> Outcome:
+    """Run a workflow until it waits, fails or is through, and return the outcome to be settled.
+
+    Raises what the workflow raised by itself, and ``LeaseLostError`` when somebody else owns the run.
+    """
+    arguments = workflow.signature.decode(lease.envelope.payload_inline or b"")
+    journal = Journal(lease.id, await read_journal(tools.store, lease), replay_count=lease.replay_count)
+    stretch = Stretch(lease, journal, tools)
+    run = Run(stretch)
+    token = current.set(run)
+    try:
+        result = await in_time(lambda: workflow.function(run, **arguments), workflow.timeout_seconds, workflow.name)
+        stretch.refuse()
+        journal.end()
+        done = workflow.signature.encode_result(result)
+        return Done(done, tuple(journal.sends), workflow.key_window, notes=tuple(journal.notes))
+    except BaseException as error:
+        return _outcome(workflow, stretch, stretch.over or error)
+    finally:
+        current.reset(token)
+
+
+def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseException) -> Outcome:
+    lease = stretch.lease
+    if stretch.parking and stretch.over is None:
+        return stretch.parked()
+    if isinstance(error, LeaseLostError) or stopped_from_outside(error):
+        raise error
+    if isinstance(error, ReplayError | UncertainError):
+        return until_a_person_acts(lease, error)
+    if isinstance(error, StepError | DeadError | CancelledMessageError):
+        # The journal would say the same again, so there is nothing to retry.
+        reason = "step failed" if isinstance(error, StepError) else "child failed"
+        logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
+        return Dead(_failure(error, reason), key_window=workflow.key_window)
+    raise error
+
+
+def _failure(error: StepError | DeadError | CancelledMessageError, reason: str) -> Failure:
+    failure = failure_of(error, reason)
+    if isinstance(error, StepError | DeadError):
+        return msgspec.structs.replace(failure, error_type=error.error_type)
+    return failure

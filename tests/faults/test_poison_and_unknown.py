@@ -1,0 +1,129 @@
+"""Messages that no handler can deal with: they wait or end where they belong, and everything else flows."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from fault_scene import run
+
+from onefold import App, RetryPolicy
+from onefold.execution import UNSUPPORTED_SECONDS
+from onefold.store import Query, State
+from onefold.testing import FakeClock, HastyClock, drain
+
+MESSAGES = 400
+#: One message in twenty.
+POISON_EVERY = 20
+
+
+def old_code(url: str, clock: FakeClock) -> App:
+    """The program before a deploy: it has one task, in its first version."""
+    app = App(url, clock=clock)
+
+    @app.task(key="{number}")
+    async def known(number: int) -> int:
+        return number
+
+    return app
+
+
+def new_code(url: str, clock: FakeClock) -> App:
+    """The program after the deploy: a task more, and a newer version of the old one."""
+    app = App(url, clock=clock)
+
+    @app.task(key="{number}", version=2)
+    async def known(number: int) -> int:
+        return number * 10
+
+    @app.task(key="{number}")
+    async def fresh(number: int) -> int:
+        return number
+
+    return app
+
+
+def test_a_task_that_old_workers_do_not_know_waits_for_a_new_one(store_url: str) -> None:
+    """Fault 18: it is not claimed, not failed, not dead, however long the rolling deploy takes."""
+
+    async def scenario() -> None:
+        clock = HastyClock()
+        old, new = old_code(store_url, clock), new_code(store_url, clock)
+        await old.migrate()
+        async with old, new:
+            receipt = await new.tasks["fresh"].send(1)
+            for _ in range(5):
+                beside = await old.tasks["known"].send(clock.now())
+                await old.work(until_idle=True)
+                # Others flow past it.
+                assert await beside.result() is not None
+                clock.advance(timedelta(hours=6))
+            (waiting,) = await old.find(Query(ids=(receipt.id,)))
+            assert (waiting.state, waiting.attempt, waiting.crashes) == (State.SCHEDULED, 0, 0)
+            assert waiting.fence == 1
+            await new.work(until_idle=True)
+            assert await receipt.result() == 1
+
+    run(scenario)
+
+
+def test_a_newer_version_of_a_message_is_deferred_until_a_newer_worker_comes(store_url: str) -> None:
+    """Faults 18 and 25: no attempt is used up, and old messages flow past it."""
+
+    async def scenario() -> None:
+        clock = HastyClock()
+        old, new = old_code(store_url, clock), new_code(store_url, clock)
+        await old.migrate()
+        async with old, new:
+            receipt = await new.tasks["known"].send(1)
+            for number in range(2, 7):
+                beside = await old.tasks["known"].send(number)
+                await old.work(until_idle=True)
+                assert await beside.result() == number
+                clock.advance(UNSUPPORTED_SECONDS)
+            (waiting,) = await old.find(Query(ids=(receipt.id,)))
+            assert (waiting.state, waiting.attempt, waiting.crashes) == (State.SCHEDULED, 0, 0)
+            assert await old.store.attempts(receipt.id) == []
+            # It was looked at once per round, and not more often.
+            assert waiting.fence <= 1 + 2 * 6
+            await new.work(until_idle=True)
+            assert await receipt.result() == 10
+
+    run(scenario)
+
+
+def test_poison_ends_as_dead_letters_and_everything_else_is_done(store_url: str) -> None:
+    """Fault 18: one message in twenty always fails; its letter says why, how often, and which work it was."""
+    ran: dict[int, int] = {}
+
+    async def scenario() -> None:
+        clock = HastyClock()
+        app = App(store_url, clock=clock)
+
+        @app.task(key="{number}", subject="order:{number}", retry=RetryPolicy(max_attempts=3))
+        async def handle(number: int) -> int:
+            ran[number] = ran.get(number, 0) + 1
+            if number % POISON_EVERY == 0:
+                raise ValueError(f"poison {number}")
+            return number
+
+        await app.migrate()
+        async with app:
+            receipts = await app.send_many(handle.call(number) for number in range(MESSAGES))
+            # The first round: nobody waits behind a message that fails.
+            await app.work(until_idle=True)
+            done = await app.find(Query(states=(State.DONE,), limit=1_000))
+            assert len(done) == MESSAGES - MESSAGES // POISON_EVERY
+            await drain(app)
+            letters = {letter.id: letter async for letter in app.dead_letters()}
+            poison = [number for number in range(MESSAGES) if number % POISON_EVERY == 0]
+            assert set(letters) == {receipts[number].id for number in poison}
+            for number in poison:
+                letter = letters[receipts[number].id]
+                assert (letter.failure.error_type, letter.failure.error_message) == ("ValueError", f"poison {number}")
+                assert len(await app.store.attempts(letter.id)) == 3
+                assert letter.message.subject == f"order:{number}"
+            assert {number: times for number, times in ran.items() if times != 1} == dict.fromkeys(poison, 3)
+            assert await asyncio.gather(*(receipts[n].result() for n in (1, 7, 399))) == [1, 7, 399]
+
+    run(scenario)

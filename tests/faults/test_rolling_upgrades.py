@@ -1,0 +1,192 @@
+"""Old and new versions on one database: running ones go on, an old one that comes too late writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import apsw
+import psycopg
+import pytest
+from fault_scene import Scene, run
+
+from onefold import SchemaError
+from onefold.stores import open_store
+from onefold.stores.postgres import schema as postgres_schema
+from onefold.stores.sql import Migration
+from onefold.stores.sqlite import schema as sqlite_schema
+
+#: Every table of ours that a later version may widen, and what such a migration looks like.
+WIDENED = ("message", "delivery", "outcome", "key", "attempt", "event", "register")
+PROCESSES = 4
+
+
+def later_migration(url: str) -> Migration:
+    """A migration of a later version, of the kind that lets workers of the previous one run meanwhile."""
+    prefix = "onefold_" if url.startswith("sqlite") else "onefold."
+    number = max(migration.number for migration in migrations_of(url)) + 1
+    text = "\n".join(f"ALTER TABLE {prefix}{table} ADD COLUMN later INTEGER DEFAULT 7;" for table in WIDENED)
+    return Migration(number, f"{number:04}_later.sql", f"{text}\nCREATE TABLE {prefix}later (id INTEGER);\n")
+
+
+def migrations_of(url: str) -> list[Migration]:
+    return sqlite_schema.MIGRATIONS if url.startswith("sqlite") else postgres_schema.MIGRATIONS
+
+
+@pytest.fixture
+def upgrade(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Migration]:
+    """Let this program be the later version from now on; undone with ``monkeypatch.undo()``."""
+
+    def upgrade() -> Migration:
+        later = later_migration(store_url)
+        module = sqlite_schema if store_url.startswith("sqlite") else postgres_schema
+        monkeypatch.setattr(module, "MIGRATIONS", [*migrations_of(store_url), later])
+        return later
+
+    return upgrade
+
+
+def dump(url: str) -> list[tuple[Any, ...]]:
+    """Return every row of every table, so that nothing can be written unseen."""
+    if url.startswith("sqlite"):
+        connection = apsw.Connection(url.removeprefix("sqlite:///"))
+        tables = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name").fetchall()
+        rows = [(name, connection.execute(f"SELECT * FROM {name}").fetchall()) for (name,) in tables]
+        connection.close()
+        return rows
+    with psycopg.connect(url) as opened:
+        tables = opened.execute(
+            "SELECT schemaname || '.' || tablename FROM pg_tables "
+            "WHERE schemaname IN ('onefold', 'public') ORDER BY 1"
+        ).fetchall()
+        return [(name, opened.execute(f"SELECT * FROM {name}").fetchall()) for (name,) in tables]  # type: ignore[call-overload]
+
+
+def test_workers_of_both_versions_run_on_the_newer_schema(store_url: str, upgrade: Callable[[], Migration]) -> None:
+    """Fault 39: the one that was open before the migration goes on sending, claiming and settling beside the new."""
+
+    async def scenario() -> None:
+        old = Scene(open_store(store_url))
+        await old.prepare()
+        async with old.app:
+            await old.send("pay", "before")
+            later = upgrade()
+            new = Scene(open_store(store_url), journal=old.journal)
+            assert await new.app.migrate() == [later.name]
+            async with new.app:
+                for number in range(10):
+                    await old.send("pay", f"old-{number}")
+                    await new.send("plain", f"new-{number}")
+                    await old.order(f"rows-{number}")
+                await new.send("flaky", "both")
+                while any(not one.state.ended for one in await old.records()):
+                    await asyncio.gather(old.app.work(until_idle=True), new.app.work(until_idle=True))
+                    await asyncio.sleep(0.05)
+                await old.verdict()
+                async with old.app.store.transaction() as transaction:
+                    await transaction.purge()
+                assert await new.records() == await old.records()
+
+    run(scenario)
+
+
+def test_an_old_version_that_comes_after_the_migration_writes_nothing(
+    store_url: str, upgrade: Callable[[], Migration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults 25 and 39: opening and migrating are refused, and every row is as it was."""
+
+    async def scenario() -> None:
+        scene = Scene(open_store(store_url))
+        await scene.prepare()
+        upgrade()
+        await scene.app.migrate()
+        async with scene.app:
+            await scene.send("plain", "k")
+        before = dump(store_url)
+        assert len(before) > len(WIDENED)
+        monkeypatch.undo()
+        old = Scene(open_store(store_url))
+        for verb in (old.app.open, old.app.migrate):
+            with pytest.raises(SchemaError, match="upgrade onefold"):
+                await verb()
+        assert dump(store_url) == before
+
+    run(scenario)
+
+
+def test_a_new_version_on_the_old_schema_migrates_or_says_how(
+    store_url: str, upgrade: Callable[[], Migration]
+) -> None:
+    """Fault 39: SQLite, which has no administrator, is migrated when it is opened; PostgreSQL is not."""
+
+    async def scenario() -> None:
+        scene = Scene(open_store(store_url))
+        await scene.prepare()
+        upgrade()
+        new = Scene(open_store(store_url), journal=scene.journal)
+        if store_url.startswith("postgres"):
+            with pytest.raises(SchemaError, match="onefold migrate"):
+                await new.app.open()
+            await new.app.migrate()
+        async with new.app:
+            await new.send("pay", "k")
+            await new.app.work(until_idle=True)
+            await new.verdict()
+        assert await new.app.migrate() == []
+
+    run(scenario)
+
+
+MIGRATE = """
+    import asyncio, sys
+    from onefold.stores import open_store
+
+    url = sys.argv[1]
+
+    async def main():
+        store = open_store(url)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        applied = await store.migrate()
+        await store.close()
+        print(",".join(applied), flush=True)
+
+    asyncio.run(main())
+"""
+
+
+def test_processes_that_migrate_at_once_apply_each_migration_once(store_url: str) -> None:
+    """Fault 39: whoever comes second waits, and then has nothing to do."""
+    command = [sys.executable, "-c", textwrap.dedent(MIGRATE), store_url]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(PROCESSES)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    applied: list[str] = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        said, complaints = process.communicate(timeout=60)
+        assert process.returncode == 0, complaints
+        applied += [name for name in said.strip().split(",") if name]
+    names = [migration.name for migration in migrations_of(store_url)]
+    assert applied == names
+
+    async def scenario() -> None:
+        scene = Scene(open_store(store_url))
+        await scene.prepare()
+        async with scene.app:
+            await scene.send("pay", "k")
+            await scene.app.work(until_idle=True)
+            await scene.verdict()
+
+    run(scenario)

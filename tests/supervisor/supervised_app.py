@@ -1,0 +1,121 @@
+"""An app whose handlers do everything that handlers should not, for ``onefold worker supervised_app:app``.
+
+``ONEFOLD_URL`` names its store; ``RUNS`` names a file to which every handler that begins adds a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from onefold import App, Context
+
+app = App()
+_runs = os.open(os.environ.get("RUNS", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+_insert = "INSERT INTO effect VALUES (?)" if os.environ.get("ONEFOLD_URL", "").startswith("sqlite") else None
+_kept: list[bytearray] = []
+
+
+def began(what: str) -> None:
+    """Leave a trace that no rollback takes away; written at once, whole."""
+    os.write(_runs, f"{what} {os.getpid()} {os.getcwd()}\n".encode())
+
+
+def times_begun(what: str) -> int:
+    return Path(os.environ["RUNS"]).read_text().count(what)
+
+
+@app.lifespan
+@asynccontextmanager
+async def resources() -> AsyncIterator[None]:
+    if "BROKEN" in os.environ:
+        raise RuntimeError("the lifespan is broken")
+    yield
+
+
+@app.task
+async def note(ctx: Context, name: str) -> None:
+    began(f"note:{name}")
+    await ctx.execute(_insert or "INSERT INTO effect VALUES (%s)", name)
+
+
+@app.task
+async def quick(name: str) -> None:
+    began(f"quick:{name}")
+
+
+@app.task
+async def wait(name: str, seconds: float) -> None:
+    began(f"wait:{name}")
+    await asyncio.sleep(seconds)
+
+
+@app.task
+async def neighbour(name: str) -> None:
+    """Run until the process dies; the second run is short."""
+    began(f"neighbour:{name}")
+    if times_begun(f"neighbour:{name} ") == 1:
+        await asyncio.sleep(3_600)
+
+
+@app.task
+async def die(how: str, beside: int) -> None:
+    """End the process once so many others are running beside this one; later runs are alone anyway."""
+    began("die")
+    while times_begun("neighbour:") < beside:  # noqa: ASYNC110 - what happens in a file has no event
+        await asyncio.sleep(0.01)
+    if how == "segfault":
+        ctypes.string_at(0)
+    elif how == "abort":
+        os.abort()
+    elif how == "exit":
+        os._exit(0)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task
+async def hold(name: str, seconds: int) -> None:
+    """Sleep in C without giving up the interpreter's lock: nothing else in this process can run."""
+    began(f"hold:{name}")
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+@app.task(timeout=0.2)
+async def stubborn() -> None:
+    began("stubborn")
+    await ignore_cancellation()
+
+
+@app.task
+async def endless() -> None:
+    began("endless")
+    await ignore_cancellation()
+
+
+async def ignore_cancellation() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            continue
+
+
+@app.task
+async def grow(megabytes: int) -> None:
+    began("grow")
+    _kept.append(bytearray(os.urandom(1) * (megabytes * 1024 * 1024)))
+
+
+@app.task
+async def wander() -> None:
+    """Change what belongs to the whole process, and leave a thread behind that never ends."""
+    began("wander")
+    os.chdir("/")
+    threading.Thread(target=threading.Event().wait).start()

@@ -1,0 +1,82 @@
+"""Processes that die, and what becomes of the messages they had."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from supervisor_scene import HERE, Scene, is_alive, wait_until
+
+from onefold import State
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "in_stack"),
+    [
+        ("segfault", "SIGSEGV", "Segmentation fault"),
+        ("abort", "SIGABRT", "Aborted"),
+        ("exit", "exit code 0", ""),
+        ("kill", "SIGKILL", ""),
+    ],
+)
+def test_a_message_that_kills_its_process_is_quarantined_and_its_neighbours_are_not(
+    scene: Scene, how: str, said: str, in_stack: str
+) -> None:
+    """Fault 20, C17: exit 0 is no success, three crashes are the end, and nobody else is blamed for them."""
+    scene.send("neighbour", *((f"n{number}",) for number in range(9)))
+    (killer,) = scene.send("die", (how, 9))
+    worker = scene.work("--until-idle")
+    assert worker.wait() == 0, scene.story()
+    (letter,) = scene.letters()
+    assert (letter.id, letter.failure.reason, letter.crashes) == (killer, "quarantined", 3)
+    assert said in letter.failure.error_message
+    assert in_stack in letter.failure.stack
+    assert ("in die" in letter.failure.stack) is bool(in_stack)
+    assert scene.states() == {State.DONE: 9, State.DEAD: 1}, scene.story()
+    # Its neighbours were running when it first killed a process, so they ran twice, the second time alone.
+    assert scene.runs() == {"die": 3, **{f"neighbour:n{number}": 2 for number in range(9)}}
+    assert {record.crashes for id_, record in scene.records().items() if id_ != killer} == {1}
+
+
+def test_what_a_dead_process_had_only_fetched_comes_back_at_once(scene: Scene) -> None:
+    """C15: it does not wait for the lease, which here is an hour, and no crash is counted."""
+    before, after = ((f"{number}",) for number in range(300)), ((f"{number}",) for number in range(300, 700))
+    scene.send("quick", *before)
+    (killer,) = scene.send("die", ("kill", 0))
+    scene.send("quick", *after)
+    worker = scene.work("--until-idle", "--concurrency", "1", "--lease", "3600")
+    assert worker.wait() == 0, scene.story()
+    assert "handed_back" not in worker.printed
+    records = scene.records()
+    assert records.pop(killer).state is State.DEAD
+    assert {(record.state, record.crashes) for record in records.values()} == {(State.DONE, 0)}
+
+
+def test_a_dead_supervisor_takes_its_processes_along_and_nothing_is_lost(scene: Scene) -> None:
+    """C15: they notice, finish what they run and hand back the rest; nobody waits for a lease, here an hour."""
+    scene.send("wait", ("short", 1.0), ("long", 3_600.0))
+    worker = scene.work("--processes", "2", "--concurrency", "1", "--lease", "3600", "--stop-after", "2").wait_ready()
+    wait_until(lambda: len(scene.runs()) == 2, scene.story)
+    children = worker.children()
+    worker.signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, children)), "the processes outlived their supervisor")
+    short, long = sorted(scene.records().values(), key=lambda record: record.state is not State.DONE)
+    assert (short.state, long.state, long.crashes, long.attempt) == (State.DONE, State.SCHEDULED, 0, 0)
+
+
+def test_threads_and_a_changed_directory_disturb_nobody(local: Scene) -> None:
+    """Fault 21: the process goes on, its successor starts where the supervisor is, and a stop waits for no thread."""
+    local.send("wander", ())
+    local.send("note", ("a",), ("b",))
+    worker = local.work("--max-messages", "3", "--concurrency", "1").wait_ready()
+    (first,) = worker.children()
+    local.wait_ended()
+    wait_until(lambda: not is_alive(first), local.story)
+    local.send("note", ("c",))
+    local.wait_ended()
+    assert local.effects() == {"a": 1, "b": 1, "c": 1}
+    (wanderer, elsewhere), (_, other), _, (successor, here) = local.run_places()
+    assert (wanderer, elsewhere, other) == (first, str(HERE), "/")
+    assert (successor != first, here) == (True, str(HERE))
+    assert worker.stop() == 0
+    assert "was killed" not in worker.printed

@@ -1,0 +1,59 @@
+"""Processes that hang: their leases are kept, and those who cannot be helped are killed."""
+
+from __future__ import annotations
+
+from supervisor_scene import Scene, wait_until
+
+from onefold import State
+
+
+def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Scene) -> None:
+    """Fault 21, C13: not even a heartbeat thread could renew the lease; the supervisor does, from another process."""
+    scene.send("hold", ("long", 5))
+    first = scene.work("--lease", "1").wait_ready()
+    wait_until(scene.runs, scene.story)
+    beside = scene.work("--lease", "1").wait_ready()
+    scene.wait_ended()
+    assert scene.states() == {State.DONE: 1}
+    assert scene.runs() == {"hold:long": 1}
+    assert {record.crashes for record in scene.records().values()} == {0}
+    assert (first.stop(), beside.stop()) == (0, 0)
+
+
+def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) -> None:
+    """C17: only what it has begun waits for it."""
+    local.send("quick", *((f"{number}",) for number in range(300)))
+    local.send("hold", ("long", 8))
+    local.send("quick", *((f"{number}",) for number in range(300, 600)))
+    first = local.work("--lease", "1", "--concurrency", "1").wait_ready()
+    wait_until(lambda: "hold:long" in local.runs(), local.story)
+    beside = local.work("--lease", "1").wait_ready()
+    wait_until(lambda: local.states()[State.DONE] == 600, local.story)
+    assert local.states() == {State.DONE: 600, State.LEASED: 1}
+    local.wait_ended()
+    assert set(local.runs().values()) == {1}
+    assert {record.crashes for record in local.records().values()} == {0}
+    assert (first.stop(), beside.stop()) == (0, 0)
+
+
+def test_an_event_loop_that_does_not_move_is_killed_and_its_stack_kept(local: Scene) -> None:
+    """Fault 21: what hangs three processes is quarantined like what kills them."""
+    local.send("hold", ("for-ever", 3_600))
+    worker = local.work("--stall-after", "1", "--lease", "3600", "--until-idle")
+    assert worker.wait() == 0, local.story()
+    (letter,) = local.letters()
+    assert (letter.failure.reason, letter.crashes) == ("quarantined", 3)
+    assert "had not moved" in letter.failure.error_message
+    assert "in hold" in letter.failure.stack
+
+
+def test_a_handler_that_ignores_its_timeout_is_killed_and_only_it_is_blamed(local: Scene) -> None:
+    """C20, fault 21: cancelled first, then its process is killed; its neighbour is handed back without a crash."""
+    (guilty,) = local.send("stubborn", ())
+    (innocent,) = local.send("neighbour", ("innocent",))
+    worker = local.work("--lease", "3600")
+    wait_until(lambda: local.runs()["neighbour:innocent"] == 2, local.story)
+    records = local.records()
+    assert (records[guilty].crashes, records[innocent].crashes) == (1, 0)
+    wait_until(lambda: local.records()[innocent].state is State.DONE, local.story)
+    assert "ran past its timeout" in worker.printed

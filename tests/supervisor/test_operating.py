@@ -1,0 +1,109 @@
+"""What people and machines see of a supervisor: health, who is there, why it does not start."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from typing import Any
+
+from supervisor_scene import Scene, wait_until
+
+from onefold import State
+
+
+def _ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text else None
+    finally:
+        connection.close()
+
+
+def test_health_says_whether_messages_are_handled(local: Scene) -> None:
+    worker = local.work("--processes", "2", "--health", "127.0.0.1:0").wait_ready()
+    found = re.search(r"health at http://127.0.0.1:(\d+)/live", worker.printed)
+    assert found is not None, worker.printed
+    port = int(found[1])
+    status, report = _ask(port, "/ready")
+    assert (status, report["ready"], report["live"]) == (200, True, True)
+    assert sorted(one["pid"] for one in report["workers"]) == sorted(worker.children())
+    assert _ask(port, "/live")[0] == 200
+    assert _ask(port, "/ready", "HEAD") == (200, None)
+    assert _ask(port, "/metrics")[0] == 404
+    assert _ask(port, "/live", "POST")[0] == 405
+    local.send("wait", ("long", 3.0))
+    wait_until(lambda: sum(one["running"] for one in _ask(port, "/live")[1]["workers"]) == 1, local.story)
+    worker.terminate()
+    # Still alive, and no longer ready: who sends it work should send it elsewhere.
+    wait_until(lambda: "stopping" in worker.printed, local.story)
+    assert _ask(port, "/ready")[0] == 503
+    assert _ask(port, "/live")[0] == 200
+    assert worker.wait() == 0
+
+
+def test_an_address_that_is_none_is_refused(local: Scene) -> None:
+    worker = local.work("--health", "8080")
+    assert worker.wait() == 1
+    assert "HOST:PORT" in worker.printed
+    assert "Traceback" not in worker.printed
+
+
+def test_processes_that_cannot_start_end_the_supervisor_with_the_reason(local: Scene) -> None:
+    """Shown once, not once per process and attempt."""
+    worker = local.work("--processes", "2", BROKEN="1")
+    assert worker.wait() == 1
+    assert worker.printed.count('raise RuntimeError("the lifespan is broken")') == 1
+    assert "no worker process can start: RuntimeError: the lifespan is broken" in worker.printed
+
+
+def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
+    (id_,) = scene.send("wait", ("long", 3_600.0))
+    worker = scene.work("--processes", "2", "--queue", "default").wait_ready()
+    wait_until(scene.runs, scene.story)
+
+    def listed() -> list[dict[str, Any]]:
+        answer = scene.onefold("workers", "supervised_app:app", "--held", "--json")
+        assert answer.returncode == 0, answer.stderr
+        found: list[dict[str, Any]] = json.loads(answer.stdout)
+        return found
+
+    wait_until(lambda: len(listed()) == 2, scene.story)
+    fleet = listed()
+    assert sorted(one["pid"] for one in fleet) == sorted(worker.children())
+    assert {one["parent"] for one in fleet} == {worker.process.pid}
+    assert {(one["lane"], *one["queues"]) for one in fleet} == {("main", "default")}
+    (held,) = [message for one in fleet for message in one["held"]]
+    assert (held["id"], held["message_type"], held["attempt"]) == (id_, "wait", 1)
+    table = scene.onefold("workers", "--held")
+    assert table.returncode == 0, table.stderr
+    assert all(one["name"] in table.stdout for one in fleet)
+    assert id_ in table.stdout
+    # Once stopped, they are no longer there.
+    worker.signal_twice()
+    assert worker.wait() == 0
+    assert listed() == []
+    assert "no workers" in scene.onefold("workers").stderr
+
+
+def test_restored_shuts_out_whoever_is_still_there(scene: Scene) -> None:
+    """After a restore from backup no worker from before may write."""
+    scene.send("wait", ("long", 4.0))
+    worker = scene.work("--lease", "3600").wait_ready()
+    wait_until(scene.runs, scene.story)
+    refused = scene.onefold("restored", "--actor", "ada", "--reason", "backup of Monday")
+    assert refused.returncode == 1
+    assert "Aborted" in refused.stderr
+    done = scene.onefold("restored", "--actor", "ada", "--reason", "backup of Monday", "--yes")
+    assert (done.returncode, "1 leases ended" in done.stdout) == (0, True), done.stderr
+    wait_until(lambda: sum(scene.runs().values()) == 2, scene.story)
+    scene.wait_ended()
+    assert scene.states() == {State.DONE: 1}
+    wait_until(lambda: "lease_lost" in worker.printed, scene.story)
+    (note,) = scene.ask(lambda app: app.store.entries("restored")).values()
+    assert json.loads(note.value) == {"actor": "ada", "reason": "backup of Monday"}
+    worker.signal_twice()
+    assert worker.wait() == 0

@@ -1,0 +1,110 @@
+"""Processes that are replaced: worn ones, ones with old code, and a whole fleet, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import supervised_app
+from supervisor_scene import Scene, is_alive, wait_until
+
+from onefold import App, State
+
+MODULE = """
+from onefold import App, Context
+app = App()
+
+@app.task
+async def note(ctx: Context, name: str) -> None:
+    await ctx.execute("INSERT INTO effect VALUES (?)", "{prefix}" + name)
+"""
+
+
+def test_a_process_that_has_done_its_share_is_replaced(local: Scene) -> None:
+    """Fault 21: recycled by count; its successor is there before it leaves."""
+    worker = local.work("--max-messages", "10").wait_ready()
+    (first,) = worker.children()
+    local.send("note", *((f"{number}",) for number in range(20)))
+    local.wait_ended()
+    wait_until(lambda: worker.children() not in ([first], []) and not is_alive(first), local.story)
+    local.send("note", ("last",))
+    local.wait_ended()
+    assert local.run_places()[-1][0] != first
+    assert worker.stop() == 0
+    assert set(local.effects().values()) == {1}
+    assert "died" not in worker.printed
+
+
+def test_a_process_that_takes_too_much_memory_is_replaced(local: Scene) -> None:
+    """Fault 21: recycled by memory."""
+    worker = local.work("--max-memory", "200").wait_ready()
+    (first,) = worker.children()
+    local.send("grow", (10,))
+    local.wait_ended()
+    assert worker.children() == [first]
+    local.send("grow", (300,))
+    wait_until(lambda: not is_alive(first), local.story)
+    assert worker.stop() == 0
+    assert local.states() == {State.DONE: 2}
+    assert "died" not in worker.printed
+
+
+def test_changed_code_is_loaded_and_broken_code_waited_out(local: Scene, tmp_path: Path) -> None:
+    """--reload: what was under way is finished, and what is sent next meets the new code."""
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    module = shop / "shop.py"
+
+    def write(text: str) -> None:
+        # Replaced in one go, with a time of its own however coarse the file system's clock is.
+        (shop / "next").write_text(text)
+        os.utime(shop / "next", ns=(time.time_ns(), time.time_ns()))
+        (shop / "next").rename(module)
+
+    write(MODULE.format(prefix="old "))
+    worker = local.work("--reload", app="shop:app", cwd=shop).wait_ready()
+    local.send("note", ("a",))
+    wait_until(lambda: local.effects() == {"old a": 1}, local.story)
+    write("this is no Python")
+    wait_until(lambda: "waiting until the code changes" in worker.printed, local.story)
+    write(MODULE.format(prefix="new "))
+    local.send("note", ("b",))
+    wait_until(lambda: local.effects() == {"old a": 1, "new b": 1}, local.story)
+    assert worker.stop() == 0
+    assert worker.printed.count("stopped;") == 2
+
+
+def test_a_fleet_restarted_one_by_one_under_load_loses_and_repeats_nothing(scene: Scene) -> None:
+    """Fault 40: what was sent is done once, however often its workers were stopped meanwhile."""
+    fleet = [scene.work("--processes", "2", "--concurrency", "5").wait_ready() for _ in range(2)]
+    sent = asyncio.run(_send_while(scene, lambda: _restart_each(scene, fleet)))
+    scene.wait_ended()
+    assert [worker.stop() for worker in scene.workers if worker.process.poll() is None] == [0, 0]
+    assert scene.effects() == {name: 1 for name in sent}
+    assert sent
+    # No transaction was lost half-way: nothing had to run a second time either.
+    assert {record.crashes for record in scene.records().values()} == {0}
+
+
+def _restart_each(scene: Scene, fleet: list) -> None:  # type: ignore[type-arg]
+    for number, worker in enumerate(fleet):
+        assert worker.stop() == 0, scene.story()
+        fleet[number] = scene.work("--processes", "2", "--concurrency", "5").wait_ready()
+
+
+async def _send_while(scene: Scene, act) -> list[str]:  # type: ignore[no-untyped-def]
+    """Send again and again until the act is over; returns the names of what was sent."""
+    sender = App(scene.url)
+    sender._registry = supervised_app.app._registry
+    note, sent = sender._registry.tasks["note"], []
+    async with sender:
+        acting = asyncio.ensure_future(asyncio.to_thread(act))
+        while not acting.done() and len(sent) < 900:
+            names = [f"m{len(sent) + number}" for number in range(5)]
+            await sender.send_many(note.call(name) for name in names)
+            sent += names
+            await asyncio.sleep(0.03)
+        await acting
+    return sent

@@ -1,0 +1,113 @@
+"""The pure parts of the benchmarks: ratios, verdicts, and what is shown of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks.bars import BARS, BEST, Bar, least, most, verdict
+from benchmarks.board import Board, Tally
+from benchmarks.contenders import OURS, RAW
+from benchmarks.page import render
+from benchmarks.plan import WORKLOADS
+from benchmarks.plot import draw
+from benchmarks.report import lines
+from benchmarks.results import Results
+
+
+def results(store: str = "postgres", **figures: dict[str, list[float]]) -> Results:
+    filled = Results(store)
+    filled.add({row.replace("_", " "): series for row, series in figures.items()})
+    return filled
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bar", "said"),
+    [
+        (0.81, least(0.8), "reached"),
+        (0.76, least(0.8), "tie (5%)"),
+        (0.4, least(0.8), "missed by 50%"),
+        (0.5, Bar(1.0, "graphile", aim=True), "short by 50%"),
+        (0.5, most(1.0), "reached"),
+        (1.05, most(1.0), "tie (5%)"),
+        (2.0, most(1.0), "missed by 100%"),
+        (0.0, most(1.0), "reached"),
+    ],
+)
+def test_a_verdict_says_by_how_much_a_bar_is_missed(ratio: float, bar: Bar, said: str) -> None:
+    assert verdict(ratio, bar) == said
+
+
+def test_a_ratio_is_the_median_of_the_rounds_and_not_the_ratio_of_medians() -> None:
+    # The rounds say 2, 0.5 and 13; the medians of the figures alone would say 10 to 3.
+    measured = results(S4={OURS: [2, 10, 40], RAW: [1, 20, 3]})
+    assert measured.ratio("S4", RAW) == 2
+    assert measured.figure("S4") == 10
+
+
+def test_the_best_peer_is_chosen_anew_in_every_round() -> None:
+    measured = results(S8={OURS: [4, 4], "huey": [2, 8], "pgqueuer": [8, 4], RAW: [1, 1]})
+    assert measured.ratio("S8", BEST) == pytest.approx((4 / 2 + 4 / 4) / 2)
+
+
+def test_a_bar_may_stand_on_another_row_of_ours() -> None:
+    measured = results(S1={OURS: [100]}, S2={OURS: [600]})
+    (comparison,) = measured.compare("S2")
+    assert (comparison.against, comparison.figure, comparison.ratio, comparison.said) == ("S1", 100, 6, "reached")
+
+
+def test_a_contender_that_failed_is_a_line_with_its_reason() -> None:
+    measured = results(S4={OURS: [100], RAW: [200]})
+    measured.reasons["S4", "pgqueuer"] = "failed: no route"
+    said = {comparison.against: comparison.said for comparison in measured.compare("S4")}
+    assert said == {RAW: "", "pgqueuer": "failed: no route", "graphile": "not measured"}
+
+
+def test_what_is_not_built_is_said_once_and_the_others_keep_their_figures() -> None:
+    measured = results(S7={RAW: [900], "absurd": [128]})
+    measured.reasons["S7", OURS] = "not built"
+    shown = [(line[2], line[3], line[4], line[-1]) for line in lines([measured], WORKLOADS)]
+    assert shown == [
+        ("–", "", "", "not built"),
+        ("", RAW, "900", "not measured"),
+        ("", "absurd", "128", "not measured"),
+    ]
+
+
+def test_an_absolute_limit_is_in_the_unit_of_its_row() -> None:
+    measured = results(S13={OURS: [130.0]})
+    (line,) = lines([measured], WORKLOADS)
+    assert line == ("S13 memory, 10,000 running, MB", "postgres", "130", "", "", "", "≤ 120", "tie (8%)")
+
+
+def test_every_bar_is_about_something_that_is_measured() -> None:
+    rows = {row.name: workload for workload in WORKLOADS for row in workload.rows}
+    codes = {workload.code for workload in WORKLOADS}
+    for (row, store), bars in BARS.items():
+        assert store in rows[row].contenders
+        for bar in bars:
+            own = not bar.against or bar.against in codes or " " in bar.against
+            assert own or bar.against in rows[row].contenders[store], (row, store, bar)
+
+
+def test_page_and_picture_show_every_store_and_nothing_twice() -> None:
+    both = [results(store, S4={OURS: [12_345], RAW: [50_000], "huey": [2_500]}) for store in ("sqlite", "postgres")]
+    page = render(both, WORKLOADS, ["A machine."])
+    assert page.count("| S4 drain, 1 process, /s | 12,345 |") == 2
+    assert "- A machine." in page
+    picture = ElementTree.fromstring(draw(both, WORKLOADS))
+    assert len(picture.findall("{*}rect")) == 3 + 2 * 3  # the legend, then the bars of each store
+
+
+def test_the_board_refuses_a_message_that_was_missed_or_ran_twice(tmp_path: Path) -> None:
+    board = Board(tmp_path, 2, 4)
+    first, second = (Tally(path) for path in board.paths)
+    first.count(0, 0)
+    with pytest.raises(RuntimeError, match="1 runs of 1 messages instead of 2"):
+        board.check(2)
+    second.count(1, 0)
+    board.check(2)
+    second.count(0, 0)
+    with pytest.raises(RuntimeError, match="3 runs of 2 messages instead of 2"):
+        board.check(2)
