@@ -18,8 +18,8 @@ DIRECTORY = ROOT / "docs" / "benchmarks"
 _HEAD = """\
 # Benchmarks
 
-onefold beside the raw engines and its peers, taken on {date} in one run on one machine by `make bench`.
-`make bench-quick` takes a short look at the same.
+onefold beside the raw engines and its peers, taken on {date} in one run on one machine.
+`make bench` writes this page; `make bench-quick` takes a short look at the same and writes nothing.
 
 ![Messages per second](results.svg)
 
@@ -80,7 +80,7 @@ def _figures(results: Results) -> dict[str, object]:
     return {
         "store": results.store,
         "figures": [
-            {"row": row, "series": name, "rounds": [round(figure, 3) for figure in figures]}
+            {"row": row, "series": name, "rounds": [round(figure, 3) for figure in figures.values()]}
             for (row, name), figures in results.figures.items()
         ],
         "reasons": [{"row": row, "series": name, "said": said} for (row, name), said in results.reasons.items()],

@@ -12,6 +12,7 @@ from benchmarks.contenders import OURS
 from benchmarks.plan import Row, Workload
 from benchmarks.results import Comparison, Results
 
+_NONE = "–"
 _COLOURS = {"reached": "green", "tie": "yellow", "missed": "red", "failed:": "red"}
 
 #: Title, store, our figure, against, its figure, ratio, bar, what is said.
@@ -28,21 +29,22 @@ def lines(everything: Sequence[Results], workloads: Sequence[Workload]) -> Itera
 
 
 def _lines_of(row: Row, results: Results) -> Iterator[Line]:
-    ours = _number(results.figure(row.name)) or "–"
+    ours = _number(results.figure(row.name)) or _NONE
     beginning = (f"{row.name.split()[0]} {row.title}, {row.unit}", results.store, ours)
+    said = ""
     for comparison in results.compare(row.name):
-        yield (*beginning, *_cells(comparison))
-        beginning = ("", "", "")
+        # Why our own figure is missing is said once, not beside each of the others.
+        yield (*beginning, *_cells(comparison), "" if ours == _NONE and comparison.said == said else comparison.said)
+        beginning, said = ("", "", ""), comparison.said
 
 
-def _cells(comparison: Comparison) -> tuple[str, str, str, str, str]:
+def _cells(comparison: Comparison) -> tuple[str, str, str, str]:
     ratio = comparison.ratio
     return (
         comparison.against,
         _number(comparison.figure),
         "" if ratio is None or comparison.figure is None else f"{ratio:.2f}",
         str(comparison.bar or ""),
-        comparison.said,
     )
 
 

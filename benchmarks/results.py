@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.bars import ABSOLUTE, BARS, BEST, Bar, verdict
@@ -11,6 +12,8 @@ from benchmarks.contenders import OURS
 from benchmarks.peers import PEERS
 from benchmarks.place import Figures
 
+_PRIVATE = re.compile(r"\w+://[^\s'\",)]+|(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+")
+_REASON_CHARACTERS = 200
 NOT_MEASURED = "not measured"
 
 
@@ -29,21 +32,25 @@ class Comparison:
 
 @dataclass(slots=True)
 class Results:
-    """The figures of one store: by row and series, one per round."""
+    """The figures of one store: by row and series, then by round."""
 
     store: str
-    figures: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    #: Why a series has no figure, by the same names; the rest of the run goes on without it.
+    figures: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    #: What went wrong, by the same names; the rest of the run goes on without it.
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: Figures, number: int = 0) -> None:
+        """Keep what was measured in a round; a measure that took several by itself begins with this one."""
         for row, series in figures.items():
             for name, values in series.items():
-                self.figures.setdefault((row, name), []).extend(values)
+                self.figures.setdefault((row, name), {}).update(enumerate(values, start=number))
+
+    def fail(self, row: str, name: str, reason: str) -> None:
+        """Keep why there is no figure, without the addresses and directories of one machine."""
+        self.reasons[row, name] = _PRIVATE.sub("…", " ".join(reason.split()))[:_REASON_CHARACTERS]
 
     def figure(self, row: str, name: str = OURS) -> float | None:
-        figures = self.figures.get((row, name))
-        return statistics.median(figures) if figures else None
+        return _median(self.figures.get((row, name), {}))
 
     def series(self, row: str) -> list[str]:
         """Name whatever was to be measured in a row, whether or not there is a figure, in the order of turns."""
@@ -51,33 +58,32 @@ class Results:
 
     def ratio(self, row: str, against: str) -> float | None:
         """Return the median of the rounds' ratios, which a slow minute does not distort."""
-        ours = self.figures.get((row, OURS), [])
-        ratios = [mine / other for mine, other in zip(ours, self._others(row, against), strict=False)]
-        return statistics.median(ratios) if ratios else None
+        ours, others = self.figures.get((row, OURS), {}), self._others(row, against)
+        return _median({number: ours[number] / others[number] for number in ours.keys() & others.keys()})
 
-    def _others(self, row: str, against: str) -> Sequence[float]:
+    def _others(self, row: str, against: str) -> dict[int, float]:
         if against == ABSOLUTE:
-            return [1.0] * len(self.figures.get((row, OURS), []))
+            return dict.fromkeys(self.figures.get((row, OURS), {}), 1.0)
         if against == BEST:
             peers = [figures for (at, name), figures in self.figures.items() if at == row and name in PEERS]
-            return [min(turn) for turn in zip(*peers, strict=False)]
-        return self.figures.get((row, against)) or self.figures.get((against, OURS), [])
+            return {number: min(peer[number] for peer in peers if number in peer) for peer in peers for number in peer}
+        return self.figures.get((row, against)) or self.figures.get((against, OURS), {})
 
     def compare(self, row: str) -> list[Comparison]:
         """Set our figure beside every other of the row and beside what its bars name."""
         bars = {bar.against: bar for bar in BARS.get((row, self.store), ())}
-        names = dict.fromkeys([*(name for name in self.series(row) if name != OURS), *bars])
-        comparisons = [self._comparison(row, name, bars.get(name)) for name in names]
-        if reason := self.reasons.get((row, OURS)):
-            comparisons.insert(0, Comparison(ABSOLUTE, None, None, None, reason))
-        return comparisons
+        names = dict.fromkeys([*(name for name in self.series(row) if name != OURS), *bars]) or [ABSOLUTE]
+        return [self._comparison(row, name, bars.get(name)) for name in names]
 
     def _comparison(self, row: str, against: str, bar: Bar | None) -> Comparison:
         ratio = self.ratio(row, against)
-        others = self._others(row, against)
-        figure = statistics.median(others) if others and against != ABSOLUTE else None
-        if ratio is None:
-            said = self.reasons.get((row, against)) or (NOT_MEASURED if bar else "")
-        else:
-            said = verdict(ratio, bar) if bar else ""
+        figure = None if against == ABSOLUTE else _median(self._others(row, against))
+        reason = self.reasons.get((row, against)) or self.reasons.get((row, OURS)) or ""
+        judged = "" if bar is None else NOT_MEASURED if ratio is None else verdict(ratio, bar)
+        # A round that failed is told beside what the others say.
+        said = reason if ratio is None and reason else "; ".join(filter(None, (judged, reason)))
         return Comparison(against, figure, ratio, bar, said)
+
+
+def _median(rounds: Mapping[int, float]) -> float | None:
+    return statistics.median(rounds.values()) if rounds else None

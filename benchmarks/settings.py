@@ -26,8 +26,8 @@ def describe(scale: Scale, engines: Iterable[Engine], peers: Iterable[str]) -> l
         f"Rounds: {scale.rounds}; figures are medians, a ratio is the median of the rounds' ratios.",
         "Payload about 100 bytes; every message of ours has a key, and its result is kept.",
         f"S1 to S3 send for {scale.send_seconds:g} s, S3 in calls of {agent.BULK:,}; S2 has {sending.SENDERS} senders.",
-        f"Drains are sized to last {scale.drain_seconds:g} s; raw claims {raw_sqlite.CLAIM} (SQLite) and "
-        f"{raw_postgres.CLAIM} (PostgreSQL) at once, and runs S6 and S7 on PostgreSQL over "
+        f"Drains last {scale.drain_seconds:g} s (0: a few thousand messages); raw claims {raw_sqlite.CLAIM} (SQLite) "
+        f"and {raw_postgres.CLAIM} (PostgreSQL) at once, and runs S6 and S7 on PostgreSQL over "
         f"{raw_postgres.CONNECTIONS} connections.",
         f"S8 sends {latency.PER_SECOND}/s for {scale.latency_seconds:g} s, S9 watches for {scale.idle_seconds:g} s, "
         f"S10 keeps {scale.kept_messages:,} ended messages, S12 sends {claiming.FOREIGN_PER_SECOND:,}/s for "

@@ -41,18 +41,18 @@ class Suite:
             progress(f"{self.engine.name} {number + 1}/{self.scale.rounds} {workload.code} {name}")
             which = (workload.row, name)
             if reason := self.peers.get(name):
-                results.reasons[which] = f"not installed: {reason}"
-            if which not in results.reasons:
+                results.fail(*which, f"not installed: {reason}")
+            if which in results.figures or which not in results.reasons:
                 place = Place(self.engine, self.directory, *which, self.scale, known)
-                await _try(workload, place, results)
+                await _try(workload, place, results, number)
         return results
 
 
-async def _try(workload: Workload, place: Place, results: Results) -> None:
+async def _try(workload: Workload, place: Place, results: Results, number: int) -> None:
     try:
-        results.add(await workload.measure(place))
+        results.add(await workload.measure(place), number)
     except NotBuiltError:
-        results.reasons[place.row, place.contender] = "not built"
+        results.fail(place.row, place.contender, "not built")
     except Exception as error:
         # One contender that fails is a row of the report, not the end of the run.
-        results.reasons[place.row, place.contender] = f"failed: {str(error) or type(error).__name__}"
+        results.fail(place.row, place.contender, f"failed: {str(error) or type(error).__name__}")

@@ -46,11 +46,17 @@ async def with_poison(place: Place) -> Figures:
 
 
 async def _fitting(place: Place, workers: int, mode: Mode) -> float:
-    """Drain as many messages as fill the time; a first short drain finds out how many those are."""
+    """Drain as many messages as fill the time; a first short drain finds out how many those are.
+
+    A quick look has no time to fill, and makes do with the short drain.
+    """
     which = (place.row, place.contender)
     pilot = _PILOT_MESSAGES.get(mode, _PILOT_MESSAGES_PLAIN)
     if which not in place.known:
-        place.known[which] = _fill_time(place, await _drain(place, workers, mode, pilot), pilot)
+        rate = await _drain(place, workers, mode, pilot)
+        place.known[which] = _fill_time(place, rate, pilot)
+        if not place.scale.drain_seconds:
+            return rate
     rate = await _drain(place, workers, mode, place.known[which])
     place.known[which] = _fill_time(place, rate, pilot)
     return rate

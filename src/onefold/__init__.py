@@ -1,9 +1,14 @@
 """onefold: durable tasks and messages, delivered at least once, whose effect happens once."""
 
 from onefold.app import App
+from onefold.batch import Batch, Item, SyncBatch
+from onefold.blocking import SyncContext
+from onefold.context import Context
+from onefold.effects import Happened, LedgerEntry, NotHappened
 from onefold.envelope import Envelope
 from onefold.errors import (
     CancelledMessageError,
+    CommitUnknownError,
     ConfigurationError,
     DeadError,
     DecodeError,
@@ -15,28 +20,36 @@ from onefold.errors import (
     LimitError,
     OnefoldError,
     Reject,
+    ReplayError,
     ResultTimeoutError,
     Retry,
     SchemaError,
+    SignalTimeoutError,
     Snooze,
+    StepError,
     StoreError,
     StoreUnavailableError,
     TransactionOpenError,
     TransactionTooLongError,
+    UncertainError,
 )
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
 from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record, State
-from onefold.transaction import AppTransaction, Context
+from onefold.sync import SyncApp, SyncDeadLetter, SyncReceipt, SyncTask, SyncTransaction
+from onefold.transaction import AppTransaction
 from onefold.version import __version__
+from onefold.workflow import Run, Workflow
 
 __all__ = [
     "App",
     "AppTransaction",
+    "Batch",
     "Call",
     "CancelledMessageError",
+    "CommitUnknownError",
     "ConfigurationError",
     "Context",
     "DeadError",
@@ -46,24 +59,41 @@ __all__ = [
     "EnvelopeError",
     "HandlerError",
     "HandlerTimeoutError",
+    "Happened",
+    "Item",
     "KeyReuseError",
     "LeaseLostError",
+    "LedgerEntry",
     "LimitError",
+    "NotHappened",
     "OnefoldError",
     "Query",
     "Receipt",
     "Record",
     "Reject",
+    "ReplayError",
     "ResultTimeoutError",
     "Retry",
     "RetryPolicy",
+    "Run",
     "SchemaError",
+    "SignalTimeoutError",
     "Snooze",
     "State",
+    "StepError",
     "StoreError",
     "StoreUnavailableError",
+    "SyncApp",
+    "SyncBatch",
+    "SyncContext",
+    "SyncDeadLetter",
+    "SyncReceipt",
+    "SyncTask",
+    "SyncTransaction",
     "Task",
     "TransactionOpenError",
     "TransactionTooLongError",
+    "UncertainError",
+    "Workflow",
     "__version__",
 ]

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime, timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
@@ -14,17 +14,19 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overlo
 import msgspec
 
 from onefold import inspection, limits
+from onefold.batch import Batch, SyncBatch
+from onefold.blocking import SyncContext
 from onefold.clock import Clock, SystemClock, new_id, system_random
+from onefold.context import Context
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
 from onefold.execution import Execution
-from onefold.fleet import worker_name
-from onefold.identity import KeySource
+from onefold.fleet import WorkerSettings, worker_name
+from onefold.inside import current
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt, Source
 from onefold.recurring import Keeper, Schedule, check_policy, template_of
-from onefold.registry import DEFAULT_RETRY, Call, Effect, Recurring, Registry, Task, TaskOptions, TaskSettings
-from onefold.retry import RetryPolicy
+from onefold.registry import Call, Recurring, Registry, Task, TaskOptions, TaskSettings
 from onefold.running import WorkflowVerbs
 from onefold.schedule import Catchup
 from onefold.slots import Slots
@@ -33,13 +35,15 @@ from onefold.stores import open_store
 from onefold.stretch import Middleware
 from onefold.ticker import Ticker
 from onefold.timetable import make_timetable
-from onefold.transaction import AppTransaction, Buffer, Context, current, refuse_inside
-from onefold.worker import Worker, WorkerSettings
+from onefold.transaction import AppTransaction, Buffer, JoinedSend, refuse_inside
+from onefold.work import Work
+from onefold.worker import Worker
 
 logger = logging.getLogger("onefold")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
 OnSend = Callable[[Envelope], Envelope]
@@ -83,32 +87,25 @@ class App(WorkflowVerbs):
     @overload
     def task(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
     @overload
+    def task(self, function: Callable[Concatenate[SyncContext, P], R], /) -> Task[P, R]: ...
+    @overload
     def task(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
     @overload
-    def task(
-        self,
-        *,
-        name: str | None = None,
-        key: KeySource | None = None,
-        subject: KeySource | None = None,
-        fingerprint: tuple[str, ...] | None = None,
-        queue: str = "default",
-        version: int = 1,
-        retry: RetryPolicy = DEFAULT_RETRY,
-        timeout: timedelta | float | None = None,
-        expires: timedelta | float | None = limits.MESSAGE_RETENTION,
-        key_window: timedelta | float = limits.KEY_WINDOW,
-        settle: Literal["batch", "now"] = "batch",
-        effects: tuple[Effect, ...] | None = None,
-    ) -> _Declare: ...
+    def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
+    @overload
+    def task(self, *, isolate: bool = False, **settings: Unpack[TaskOptions]) -> _Declare: ...
+    @overload
+    def task(self, *, batch: int, **settings: Unpack[TaskOptions]) -> _DeclareBatch: ...
     def task(self, *function: Any, **settings: Any) -> Any:
         """Declare a handler; everything about it that can be checked is checked here.
 
         ``key`` says what the work is, as a template over the arguments or a function of them:
         two sends with the same key are one piece of work, and its effect happens once while the key is kept
         (exact on both stores).  Without one, every send is a piece of work of its own.
+        A coroutine function runs on the event loop, any other one in a thread; with ``isolate`` in a process, which
+        may die without harm to others.  With ``batch`` it gets up to so many messages at once.
         """
-        declare = _Declare(self, TaskSettings(**settings))
+        declare = (_DeclareBatch if settings.get("batch") else _Declare)(self, TaskSettings(**settings))
         return declare(*function) if function else declare
 
     def recurring(
@@ -122,6 +119,7 @@ class App(WorkflowVerbs):
         anchor: datetime | None = None,
         catchup: Catchup | None = None,
         window: timedelta | float | None = None,
+        isolate: bool = False,
         **settings: Unpack[TaskOptions],
     ) -> _Declare:
         """Declare a task that is sent by itself: once per fire time, on however many machines workers run.
@@ -134,7 +132,8 @@ class App(WorkflowVerbs):
         """
         timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
         policy = check_policy(timetable, catchup, window)
-        return _Declare(self, TaskSettings(**settings), lambda task: Recurring(task, timetable, *policy))
+        settled = TaskSettings(isolate=isolate, **settings)
+        return _Declare(self, settled, lambda task: Recurring(task, timetable, *policy))
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
@@ -254,10 +253,12 @@ class App(WorkflowVerbs):
         refuse_inside("result()")
         return await self.store.find(query)
 
-    async def dispatch(self, call: Call[R]) -> Receipt[R]:
-        """Send one call; inside a handler or transaction it joins that commit instead of leaving now."""
-        if (inside := current.get()) is not None:
-            return inside.add(call)
+    def dispatch(self, call: Call[R]) -> Coroutine[Any, Any, Receipt[R]]:
+        """Send one call; inside a handler or transaction it joins that commit, at once, instead of leaving now."""
+        inside = current.get()
+        return self._put(call) if inside is None else JoinedSend(inside.add(call))
+
+    async def _put(self, call: Call[R]) -> Receipt[R]:
         envelope, receipt = self._prepare(call, None, 0)
         stored = (await self.store.put([envelope], PutOptions(if_dead=call.options.get("if_dead", "keep"))))[0]
         if stored.clash:
@@ -304,7 +305,7 @@ class App(WorkflowVerbs):
         When the block ends, everything is durable; when it raises or the process dies, nothing has happened.
         With ``connection`` it joins the transaction that is open there, and its owner commits.
         """
-        if isinstance(current.get(), Context):
+        if isinstance(current.get(), Work):
             raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
         refuse_inside("transaction()")
         buffer = Buffer(self._prepare, fresh_id=self.fresh_id)
@@ -372,6 +373,7 @@ class App(WorkflowVerbs):
                 resources,
                 quarantine_after,
             )
+            await stack.enter_async_context(execution)
             ticker = Ticker(self.store, self._clock, self._chance, self._registry, self._complete)
             worker = Worker(execution, settings, slots, ticker)
             self._workers.append(worker)
@@ -474,11 +476,29 @@ class _Declare:
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
     @overload
+    def __call__(self, function: Callable[Concatenate[SyncContext, P], R], /) -> Task[P, R]: ...
+    @overload
     def __call__(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
-    def __call__(self, function: Callable[..., Awaitable[Any]], /) -> Any:
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Any:
         task: Task[Any, Any] = Task(self._app, function, self._settings)
         recurring = None if self._recurs is None else self._recurs(task)
         self._app._registry.add(task)
         if recurring is not None:
             self._app._registry.recurring[task.name] = recurring
         return task
+
+
+class _DeclareBatch:
+    """The decorator ``app.task(batch=…)`` returns."""
+
+    def __init__(self, app: App, settings: TaskSettings) -> None:
+        self._declare = _Declare(app, settings)
+
+    @overload
+    def __call__(self, function: Callable[[Batch[T]], Awaitable[None]], /) -> Task[[T], Any]: ...
+    @overload
+    def __call__(self, function: Callable[[SyncBatch[T]], None], /) -> Task[[T], Any]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Any:
+        return self._declare(function)

@@ -25,11 +25,12 @@ from onefold.app import App
 from onefold.clock import SystemClock
 from onefold.control import LINE_BYTES_MAX, Failed, Orders, Ready, Stopped, Word, decode_orders, line_of
 from onefold.errors import ConfigurationError, OnefoldError, StoreUnavailableError
+from onefold.fleet import WorkerSettings
 from onefold.loading import load_app, set_up_logging
 from onefold.slots import Board
 from onefold.store import Lane
 from onefold.version import __version__
-from onefold.worker import Worker, WorkerSettings
+from onefold.worker import Worker
 
 logger = logging.getLogger("onefold")
 

@@ -56,14 +56,22 @@ class Children:
         ends = [self._end(one) for one in children]
         missing = sum(end is None for end in ends)
         if missing:
-            until = self._stretch.now + round(limits.FOREIGN_CHILD_SECONDS * MICROSECONDS) if foreign else None
-            await self._stretch.wait(Wait(until, awaits=missing - len(foreign)))
+            await self._stretch.wait(Wait(self._next_look(foreign), awaits=missing - len(foreign)))
         return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
 
     def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
         """Return those that somebody else had sent before, with their ids, unless they are known to have ended."""
         sent = ((self._sent(one), one) for one in children)
         return [(was.id, one) for was, one in sent if was and was.foreign and self._journal.ended(one.name) is None]
+
+    def _next_look(self, foreign: Sequence[tuple[str, Child[Any]]]) -> int | None:
+        """Return when to look again for those that do not report: the longer it takes, the less often."""
+        if not foreign:
+            return None
+        now = self._stretch.now
+        sent = [self._journal.find(child.name, StepKind.SENT) for _, child in foreign]
+        waited = max(now - line.at for line in sent if line is not None)
+        return now + max(round(limits.FOREIGN_CHILD_SECONDS * MICROSECONDS), waited // 10)
 
     def _sent(self, child: Child[Any]) -> Sent | None:
         with self._stretch.fatal:

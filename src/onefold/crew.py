@@ -82,6 +82,8 @@ class Crew:
         self._roll = Roll(store, clock)
         self._lives: set[asyncio.Task[None]] = set()
         self._settled_before = 0
+        self._entered: set[str] = set()
+        self._entered_at = 0
         self.processes: dict[str, WorkerProcess] = {}
         #: A message was found guilty: it waits for a process of its own.
         self.suspected = asyncio.Event()
@@ -133,7 +135,8 @@ class Crew:
     def _capacity(self, lane: Lane) -> int:
         """How many messages may be begun and not settled."""
         concurrency = 1 if lane is Lane.PROBATION else self._settings.concurrency
-        return concurrency + limits.CLAIM_MAX + UNSETTLED_MAX
+        batch = max((task.handler.batch or 1 for task in self._tasks.values()), default=1)
+        return concurrency * batch + limits.CLAIM_MAX + UNSETTLED_MAX
 
     async def _live(self, process: WorkerProcess, line: Any) -> None:
         try:
@@ -197,9 +200,14 @@ class Crew:
 
     # for people
 
-    async def enter(self) -> None:
-        """Write into the register who is alive."""
-        await self._roll.enter([self._record(process) for process in self.processes.values() if process.ready.is_set()])
+    async def enter_if_due(self) -> None:
+        """Write into the register who is alive, now and then, and as soon as somebody is new."""
+        ready = [process for process in self.processes.values() if process.ready.is_set()]
+        names = {process.name for process in ready}
+        due_at = self._entered_at + round(limits.WORKER_CHECK_SECONDS * MICROSECONDS)
+        if names and (not names <= self._entered or self._clock.steady() >= due_at):
+            await self._roll.enter([self._record(process) for process in ready])
+            self._entered, self._entered_at = names, self._clock.steady()
 
     def _record(self, process: WorkerProcess) -> WorkerRecord:
         orders = process.orders

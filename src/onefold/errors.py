@@ -11,6 +11,7 @@
     ├── KeyReuseError                the same key was sent with another payload
     ├── StoreError                   the store refused
     │   ├── StoreUnavailableError    it may work later; nothing was half-written
+    │   │   └── CommitUnknownError   all of the transaction happened, or nothing; nobody can be asked which
     │   ├── LeaseLostError           somebody else owns the message now; nothing was written
     │   └── TransactionOpenError     this verb would commit apart from the open transaction
     ├── HandlerError                 a handler broke its contract
@@ -85,6 +86,10 @@ class StoreError(OnefoldError):
 
 class StoreUnavailableError(StoreError):
     """The store cannot be reached, is busy or is full.  Nothing was half-written; trying again is safe."""
+
+
+class CommitUnknownError(StoreUnavailableError):
+    """The connection was lost during COMMIT, and the store cannot be asked what became of it: all of it, or nothing."""
 
 
 class LeaseLostError(StoreError):

@@ -1,4 +1,4 @@
-"""Stages 7 to 9: one lease, from handle through decide to settle.
+"""Stages 7 to 9: one lease, or a batch of them, from handle through decide to settle.
 
 Read top to bottom: refuse what must not run, read the arguments, run the handler, then either
 commit its transaction together with the outcome, or hand the outcome to the caller, who settles many at once.
@@ -6,34 +6,63 @@ commit its transaction together with the outcome, or hand the outcome to the cal
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 from onefold import limits
-from onefold.clock import Clock
-from onefold.errors import LeaseLostError, StoreUnavailableError
+from onefold.batch import Batch, Item
+from onefold.clock import Clock, give_way
+from onefold.context import Context
+from onefold.errors import HandlerError, LeaseLostError, StoreUnavailableError
+from onefold.handling import Ready, end_strays, make_ready, refuse_strays, watched
+from onefold.inside import current, outside
+from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.registry import Registry, Task
 from onefold.retry import decide
 from onefold.stepping import in_time
-from onefold.store import Again, Dead, Done, Failure, Lease, Outcome, Store
-from onefold.stretch import Middleware, Tools, stopped_from_outside, until_a_person_acts, wrapped
-from onefold.transaction import Context, Prepare, current
+from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
+from onefold.stretch import Middleware, Tools, until_a_person_acts
+from onefold.threads import BusyError, Threads
+from onefold.transaction import Prepare
+from onefold.work import Work
 from onefold.workflow import Workflow, drive
 
 logger = logging.getLogger("onefold")
 
 #: A message from a newer version of the code waits this long for a newer worker.
 UNSUPPORTED_SECONDS = 30.0
-#: The store could not take the handler's transaction: try again soon; it was not the message's fault.
+#: The store, or the place to run the handler, was not to be had: try again soon; it was not the message's fault.
 UNAVAILABLE_SECONDS = 5.0
+
+Settlements = list[tuple[Lease, Outcome]]
+
+
+class Hold(Protocol):
+    """A lease in a worker's hands."""
+
+    @property
+    def lease(self) -> Lease: ...
+
+    @property
+    def until(self) -> int:
+        """When it runs out, on the steady clock."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether its run is to end: the worker says so, and then cancels it."""
+        ...
 
 
 @dataclass(slots=True)
 class Execution:
-    """Everything a run needs, the same for all messages of a worker."""
+    """Everything a run needs, the same for all messages of a worker.  Use it as ``async with``."""
 
     store: Store
     registry: Registry
@@ -44,50 +73,68 @@ class Execution:
     resources: Any = None
     #: A message with which so many workers died does not run again.
     quarantine_after: int = limits.QUARANTINE_AFTER
+    threads: Threads = field(default_factory=Threads)
+    processes: Processes = field(default_factory=Processes)
+    _late: set[asyncio.Task[None]] = field(default_factory=set)
+    _stack: ExitStack = field(default_factory=ExitStack)
 
-    async def run(self, lease: Lease, held_until: Callable[[], int]) -> Outcome | None:
+    async def __aenter__(self) -> Execution:
+        self._stack.enter_context(watched())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stack.close()
+        for task in self._late:
+            task.cancel()
+        await self.finish_late()
+        self.threads.close()
+        await self.processes.close()
+
+    # one message
+
+    async def run(self, hold: Hold) -> Outcome | None:
         """Run one message.
 
         Returns the outcome still to be settled, or None when it was settled in the handler's own commit.
         Raises ``LeaseLostError`` when somebody else owns the message: then nothing was written.
         """
+        lease = hold.lease
         task = self.registry.handler(lease.envelope)
         if refusal := self._refuse(task, lease):
             return refusal
         if isinstance(task, Workflow):
-            return await self._drive(task, lease, held_until)
-        context = Context(lease, self.store, self.prepare, self.resources, held_until)
+            return await self._drive(task, hold)
+        context = Context(lease, self.store, self.prepare, self.resources, partial(self._deadline, hold))
         token = current.set(context)
         try:
-            result = await self._handle(task, context, lease)
-            context.close()
+            arguments = task.signature.decode(lease.envelope.payload_inline or b"")
+            result = await self._handle(task, context, arguments, (hold,))
             if context.uncertain is not None:
                 raise context.uncertain
-            sent, told = tuple(context.buffer.envelopes), tuple(context.buffer.notes)
-            done = Done(task.signature.encode_result(result), sent, task.key_window, notes=told)
-            if not context.in_transaction:
+            done = Done(task.signature.encode_result(result), context.sends, task.key_window, notes=context.notes)
+            if not (context.needs_transaction or context.late):
                 return done
-            await context.commit(done)
+            await self._commit(context, [(lease, done)])
             return None
         except BaseException as error:
-            context.close()
-            await context.roll_back(error)
-            if isinstance(error, LeaseLostError) or stopped_from_outside(error):
-                raise
+            await self._undo(context, error, (hold,))
             if context.uncertain is not None:
                 return until_a_person_acts(lease, context.uncertain)
             return self._decide(task, lease, error)
         finally:
             current.reset(token)
 
-    async def _drive(self, workflow: Workflow[Any, Any], lease: Lease, held_until: Callable[[], int]) -> Outcome:
+    async def _drive(self, workflow: Workflow[Any, Any], hold: Hold) -> Outcome:
+        held_until = partial(self._deadline, hold)
         tools = Tools(self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
         try:
-            return await drive(workflow, lease, tools)
+            return await drive(workflow, hold.lease, tools)
         except BaseException as error:
-            if isinstance(error, LeaseLostError) or stopped_from_outside(error):
-                raise
-            return self._decide(workflow, lease, error)
+            await _raise_if_stopped((hold,), error)
+            return self._decide(workflow, hold.lease, error)
+
+    def _deadline(self, hold: Hold) -> int:
+        return self.clock.now() + hold.until - self.clock.steady()
 
     def _refuse(self, task: Task[Any, Any], lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""
@@ -105,39 +152,174 @@ class Execution:
             return Again(UNSUPPORTED_SECONDS, None, counted=False)
         return None
 
-    async def _handle(self, task: Task[Any, Any], context: Context, lease: Lease) -> Any:
-        arguments = task.signature.decode(lease.envelope.payload_inline or b"")
+    # a batch
 
-        async def proceed() -> Any:
-            return await (task.function(context, **arguments) if task.takes_context else task.function(**arguments))
+    async def run_batch(self, holds: Sequence[Hold]) -> Settlements:
+        """Run several messages of one task together.
 
-        call: Callable[[], Awaitable[Any]] = proceed
+        Returns the outcomes still to be settled; those left out were settled in the handler's own commit.
+        Raises ``LeaseLostError`` when somebody else owns one of the messages: then nothing was written for any.
+        """
+        settled: Settlements = []
+        items: list[Item[Any]] = []
+        if not holds:
+            return settled
+        task = self.registry.handler(holds[0].lease.envelope)
+        for lease in (hold.lease for hold in holds):
+            if refusal := self._refuse(task, lease):
+                settled.append((lease, refusal))
+                continue
+            try:
+                value = task.signature.decode(lease.envelope.payload_inline or b"")["value"]
+            except Exception as error:
+                settled.append((lease, self._decide(task, lease, error)))
+            else:
+                items.append(Item(lease, value, task.signature.encode_result))
+        return settled + (await self._run_items(task, items, holds) if items else [])
+
+    async def _run_items(self, task: Task[Any, Any], items: list[Item[Any]], holds: Sequence[Hold]) -> Settlements:
+        batch = Batch(items, self.store, self.prepare, self.resources)
+        token = current.set(batch)
+        try:
+            await self._handle(task, batch, {}, holds)
+            missing = HandlerError("the batch handler returned without a verdict on this message")
+            outcomes: Settlements = [(item.lease, self._judge(task, item, missing)) for item in items]
+            if not (batch.needs_transaction or batch.late):
+                return outcomes
+            await self._commit(batch, outcomes)
+            return []
+        except BaseException as error:
+            undone = batch.needs_transaction
+            await self._undo(batch, error, holds)
+            return [(item.lease, self._judge(task, item, error, undone=undone)) for item in items]
+        finally:
+            current.reset(token)
+
+    def _judge(self, task: Task[Any, Any], item: Item[Any], error: BaseException, *, undone: bool = False) -> Outcome:
+        """Turn a verdict into an outcome; ``error`` is what a message without one has failed with."""
+        verdict = item.verdict
+        if isinstance(verdict, bytes):
+            # What was done for it was rolled back with the rest, for no fault of its own.
+            return HandBack() if undone else Done(verdict, (), task.key_window)
+        return self._decide(task, item.lease, error if verdict is None else verdict)
+
+    # the steps they share
+
+    async def _handle(
+        self, task: Task[Any, Any], work: Work, arguments: Mapping[str, Any], holds: Sequence[Hold]
+    ) -> Any:
+        """Run the handler; when this returns, nothing that it started runs any more and its work is closed."""
+        if task.handler.isolate:
+            # The process keeps the time: waiting for one is not the handler's.
+            assert isinstance(work, Context)
+            ready: Ready = partial(self.processes.run, task, work)
+            seconds = None
+        else:
+            ready = make_ready(task, work, arguments, self.threads)
+            seconds = task.timeout_seconds
         for middleware in reversed(self.middleware):
-            call = wrapped(middleware, context, call)
-        return await in_time(call, task.timeout_seconds, task.name)
+            ready = partial(middleware, work, ready)
+        result = await (ready() if seconds is None else in_time(ready, seconds, task.name))
+        if work.tasks:
+            await refuse_strays(work)
+        if _is_cancelled() and await _was_stopped(holds):
+            raise asyncio.CancelledError
+        work.close()
+        return result
+
+    async def _commit(self, work: Work, outcomes: Settlements) -> None:
+        """Settle in a commit of the handler's own, and begin what comes after it."""
+        if work.needs_transaction:
+            await work.commit(outcomes)
+        elif not all(await self.store.settle(outcomes)):
+            raise LeaseLostError(f"message {outcomes[0][0].id} was taken over; its outcome was not recorded")
+        for function in work.late:
+            late = asyncio.get_running_loop().create_task(_run_late(function, outcomes[0][0]), context=outside())
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+
+    async def _undo(self, work: Work, error: BaseException, holds: Sequence[Hold]) -> None:
+        """Take back what a failed handler did; raises when there is nothing to be decided about its message."""
+        work.close()
+        if work.tasks:
+            await end_strays(work)
+        await work.roll_back(error)
+        await _raise_if_stopped(holds, error)
 
     def _decide(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
         if isinstance(error, StoreUnavailableError):
+            return Again(UNAVAILABLE_SECONDS, None, counted=False)
+        if isinstance(error, BusyError):
+            logger.warning("busy message_id=%s message_type=%s error=%s", lease.id, task.name, error)
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         return self.decide_failure(task, lease, error)
 
     def decide_failure(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Again | Dead:
         """Decide about a message whose handler or settling failed, and log it."""
-        outcome = decide(task.retry, lease, error, now=self.clock.now(), chance=self.chance)
+        kind = type(error).__name__
+        if isinstance(error, DecidedError):
+            outcome, kind = error.outcome, error.error
+        elif isinstance(error, CrashedError):
+            outcome, kind = judge(task.retry, lease, error, self.chance), "Crash"
+        else:
+            outcome = decide(task.retry, lease, error, now=self.clock.now(), chance=self.chance)
         if isinstance(outcome, Dead):
             outcome = replace(outcome, key_window=task.key_window)
-        envelope = lease.envelope
-        logger.warning(
-            "%s message_id=%s message_type=%s subject=%s correlation_id=%s idempotency_key=%s "
-            "attempt=%d delay=%s error=%s",
-            "dead" if isinstance(outcome, Dead) else "retry",
-            envelope.id,
-            envelope.message_type,
-            envelope.subject,
-            envelope.correlation_id,
-            envelope.idempotency_key,
-            lease.attempt,
-            f"{outcome.delay:.1f}" if isinstance(outcome, Again) else "-",
-            type(error).__name__,
-        )
+        _log(lease, outcome, kind)
         return outcome
+
+    # what comes after the commit
+
+    async def finish_late(self) -> None:
+        """Wait for everything that handlers have put off until after their commit."""
+        while self._late:
+            await asyncio.wait(self._late)
+
+
+async def _run_late(function: Callable[[], Awaitable[object]], lease: Lease) -> None:
+    try:
+        await function()
+    except Exception as error:
+        logger.warning("late_work_failed message_id=%s error=%s", lease.id, type(error).__name__)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _was_stopped(holds: Sequence[Hold]) -> bool:
+    """Whether it was the worker who has cancelled this run; a handler that has cancelled itself has only failed."""
+    task = asyncio.current_task()
+    if task is not None and not any(hold.lost for hold in holds):
+        # What is left of it would strike the worker's own code, or the next message.
+        with suppress(asyncio.CancelledError):
+            await give_way()
+        while task.cancelling():
+            task.uncancel()
+    return any(hold.lost for hold in holds)
+
+
+async def _raise_if_stopped(holds: Sequence[Hold], error: BaseException) -> None:
+    """Raise when there is nothing to be decided about a message: its run was stopped, or somebody else has it."""
+    if _is_cancelled() and await _was_stopped(holds):
+        # Whatever the handler made of it: it was told to stop, and has not failed.
+        raise asyncio.CancelledError from error
+    if isinstance(error, LeaseLostError):
+        raise error
+
+
+def _log(lease: Lease, outcome: Again | Dead, error: str) -> None:
+    envelope = lease.envelope
+    logger.warning(
+        "%s message_id=%s message_type=%s subject=%s correlation_id=%s idempotency_key=%s attempt=%d delay=%s error=%s",
+        "dead" if isinstance(outcome, Dead) else "retry",
+        envelope.id,
+        envelope.message_type,
+        envelope.subject,
+        envelope.correlation_id,
+        envelope.idempotency_key,
+        lease.attempt,
+        f"{outcome.delay:.1f}" if isinstance(outcome, Again) else "-",
+        error,
+    )

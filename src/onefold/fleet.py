@@ -1,4 +1,4 @@
-"""For people: which workers there are, as each is entered in the register for as long as somebody vouches for it.
+"""Stage 6, lease: workers, as they are set up, and as people find them in the register while somebody vouches for them.
 
 The entries are for reading only: nothing about a message is ever decided by them.
 """
@@ -6,17 +6,20 @@ The entries are for reading only: nothing about a message is ever decided by the
 from __future__ import annotations
 
 import logging
+import os
 import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.errors import StoreUnavailableError
-from onefold.store import Store
+from onefold.store import Lane, Store
+from onefold.version import __version__
 
 logger = logging.getLogger("onefold")
 
@@ -24,6 +27,28 @@ logger = logging.getLogger("onefold")
 KIND = "worker"
 
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class WorkerSettings:
+    """How one worker works; see ``app.work``."""
+
+    name: str
+    queues: Sequence[str]
+    concurrency: int = limits.CONCURRENCY
+    lease_seconds: float = limits.LEASE
+    stop_seconds: float = limits.STOP_SECONDS
+    until_idle: bool = False
+    lane: Lane = Lane.ANY
+    #: Whether nobody watches it: then it purges and keeps its entry in the register by itself.
+    alone: bool = True
+
+    def __post_init__(self) -> None:
+        limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
+        limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
+        limits.check_name("worker", self.name)
+        for queue in self.queues:
+            limits.check_name("queue", queue)
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +73,23 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(WorkerRecord).decode
+
+
+def describe(settings: WorkerSettings, started_at: int, now: int, *, running: int, settled: int) -> WorkerRecord:
+    """Describe a worker in this process, which nobody watches."""
+    return WorkerRecord(
+        name=settings.name,
+        host=host_name(),
+        pid=os.getpid(),
+        started_at=started_at,
+        version=__version__,
+        queues=list(settings.queues),
+        concurrency=settings.concurrency,
+        lane=settings.lane.name.lower(),
+        running=running,
+        settled=settled,
+        checked_at=now,
+    )
 
 
 def worker_name(pid: int, chance: random.Random) -> str:
@@ -80,10 +122,11 @@ class Roll:
                 for one in records
             ]
         for record, mine in zip(records, written, strict=True):
-            if mine:
-                self._versions[record.name] = self._versions.get(record.name, 0) + 1
+            version = self._versions.get(record.name, 0)
+            if mine and version:
+                self._versions[record.name] = version + 1
             else:
-                # The answer to an earlier write was lost, or the entry had expired: the next write will be right.
+                # It is new, or had expired, or the answer to an earlier write was lost: the next write will be right.
                 known = await self._store.registered(KIND, record.name)
                 self._versions[record.name] = 0 if known is None else known.version
 

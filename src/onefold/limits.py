@@ -46,7 +46,7 @@ STEP_NAME_BYTES_MAX = 160
 SIGNALS_MAX = 10_000
 #: A retry due sooner than this is waited for in place; a longer one gives the worker free.
 RETRY_IN_PLACE_SECONDS = 1.0
-#: A child that somebody else had sent before does not report to its run, so the run looks this often.
+#: A child that somebody else had sent before does not report to its run: the run looks this often, later less.
 FOREIGN_CHILD_SECONDS = 10.0
 
 #: Total runs before a message becomes a dead letter.
@@ -76,6 +76,18 @@ RENEWALS_PER_LEASE = 3
 
 #: A handler's transaction holds locks, on SQLite the only write lock; longer work belongs before its first write.
 TRANSACTION_SECONDS_MAX = 2.0
+
+#: A handler whose time is up has this long to come to an end; then its thread is abandoned, its process killed.
+HANDLER_GRACE = 2.0
+#: Threads that hang and cannot be ended take memory for ever; beyond this no more are put at risk.
+ABANDONED_THREADS_MAX = 100
+#: Each is a whole interpreter with everything the app imports, tens of megabytes.
+ISOLATED_PROCESSES_MAX = 8
+#: One statement, its rows or one result between a worker and an isolated handler.
+FRAME_BYTES_MAX = 64 * 1_048_576
+#: Messages that one run of a batch handler gets, unless it says otherwise, and at most.
+BATCH_DEFAULT = 10
+BATCH_MAX = 100
 
 #: Numbers that every engine can keep.
 INTEGER_MAX = 2**63 - 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onefold.app import App
 from onefold.errors import ConfigurationError
+from onefold.sync import SyncApp
 
 
 def load_app(where: str) -> App:
@@ -26,6 +27,8 @@ def load_app(where: str) -> App:
         ) from error
     except AttributeError as error:
         raise ConfigurationError(f"module {module_name!r} has no {name or 'app'!r}") from error
+    if isinstance(found, SyncApp):
+        found = found.app
     if not isinstance(found, App):
         raise ConfigurationError(f"{where} is a {type(found).__name__}, not an App")
     return found

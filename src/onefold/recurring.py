@@ -130,7 +130,7 @@ def begin_now(schedule: ScheduleRecord, now: int) -> ScheduleRecord:
     """Let nothing fire that was meant for before now, and nothing that has fired already."""
     awaiting = schedule.awaiting if isinstance(schedule.timetable, Delay) else None
     return msgspec.structs.replace(
-        schedule, watermark=max(schedule.watermark, now), dropped=None, rewound=False, awaiting=awaiting
+        schedule, watermark=max(schedule.watermark, now), dropped=(), rewound=None, awaiting=awaiting
     )
 
 

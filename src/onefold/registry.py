@@ -7,7 +7,7 @@ It belongs to a sender, which is anything that can send a call, so this module k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
@@ -16,9 +16,9 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
-from onefold.codec import Signature
 from onefold.envelope import SCHEDULED, SURELY_FITS, UNKEYED, Envelope, check
 from onefold.errors import ConfigurationError, EnvelopeError, seconds
+from onefold.handler import Handler
 from onefold.identity import KeyFunction, KeySource, derived_key, from_source
 from onefold.receipt import Receipt
 from onefold.retry import RetryPolicy
@@ -170,6 +170,16 @@ class TaskSettings:
     #: ``batch`` shares commits between handlers without SQL of their own; ``now`` has the smallest window for a re-run.
     settle: Literal["batch", "now"] = "batch"
     effects: tuple[Effect, ...] | None = None
+    #: Give each run a process, which may die without harm to others.
+    isolate: bool = False
+    #: Give each run up to so many messages; True for the default number.
+    batch: int = 0
+
+
+class Sendable(Protocol[P, R]):
+    """What can be sent: a task, with options or without."""
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]: ...
 
 
 class TaskOptions(TypedDict, total=False):
@@ -195,14 +205,15 @@ class Task(Generic[P, R]):
     #: Whether a message is handled by exactly the version it was sent to; several may then be declared side by side.
     pinned = False
 
-    def __init__(self, sender: Sender, function: Callable[..., Awaitable[R]], settings: TaskSettings) -> None:
+    def __init__(self, sender: Sender, function: Callable[..., Any], settings: TaskSettings) -> None:
         self.function = function
-        self.name = limits.check_name("task", settings.name or function.__name__)
-        if not inspect.iscoroutinefunction(function):
-            raise ConfigurationError(f"{self.name}: a handler must be an async function; write `async def`")
+        self.name = limits.check_name("task", settings.name or str(getattr(function, "__name__", "")))
+        self.handler = Handler(self.name, function, isolate=settings.isolate, batch=settings.batch)
+        if self.pinned and not self.handler.is_async:
+            raise ConfigurationError(f"{self.name}: a workflow must be an async function; write `async def`")
         self.queue = limits.check_name("queue", settings.queue)
         self.takes_context = self._is_handed_something(function)
-        self.signature = Signature(function, skip=int(self.takes_context), fingerprint=settings.fingerprint)
+        self.signature = self.handler.signature(skip=int(self.takes_context), fingerprint=settings.fingerprint)
         self._key = self._source("key", settings.key)
         self._subject = self._source("subject", settings.subject)
         limits.check_range("version", settings.version, 1, limits.SCHEMA_VERSION_MAX)
@@ -219,7 +230,7 @@ class Task(Generic[P, R]):
 
     def _is_handed_something(self, function: Callable[..., Any]) -> bool:
         """Whether the first parameter is not an argument of the message."""
-        return takes_first(function, "Context", "ctx")
+        return self.handler.takes_context
 
     def _source(self, what: str, source: KeySource | None) -> KeyFunction | None:
         return None if source is None else from_source(self.name, what, source, self.signature.hints)
@@ -323,6 +334,7 @@ _RESERVED = (UNKEYED, SCHEDULED)
 def _reserved(key: str) -> str:
     prefix = UNKEYED if key.startswith(UNKEYED) else SCHEDULED
     return f"begins with {prefix!r}, which marks messages {'without a key' if prefix is UNKEYED else 'of a schedule'}"
+
 
 
 def takes_first(function: Callable[..., Any], kind: str, plain: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
 from onefold import limits
-from onefold.clock import MICROSECONDS, Clock
+from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.errors import StoreUnavailableError
 from onefold.settling import Held
 from onefold.slots import Slots
@@ -36,26 +37,32 @@ class Renewer:
             asked_at = self._clock.steady()
             held = list(self._held.values())
             kept = await self._renew(held)
-            if overdue := self._overdue(held):
-                # The answer may have taken longer than a lease lasts: ask once more before giving them up.
+            if kept and (overdue := self._overdue(held)):
+                # The answer took longer than a lease lasts: ask once more before giving them up.
                 await self._renew(overdue)
             for one in self._overdue(held):
                 _lose(one)
             if kept and self._slots is not None:
                 self._slots.renewed(asked_at)
-            await self._clock.sleep(self._lease_seconds / limits.RENEWALS_PER_LEASE)
+            await self._clock.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Until the next renewal, or until the first lease is over that could not be renewed."""
+        pause = self._lease_seconds / limits.RENEWALS_PER_LEASE
+        left = [one.until - self._clock.steady() for one in self._held.values() if not one.lost]
+        return max(0.0, min([pause, *(microseconds / MICROSECONDS for microseconds in left)]))
 
     def _overdue(self, held: list[Held]) -> list[Held]:
         now = self._clock.steady()
         return [one for one in held if not one.lost and one.until <= now and self._held.get(one.lease.id) is one]
 
     async def _renew(self, held: list[Held]) -> bool:
-        """Renew these; False when the store could not be asked about all of them."""
+        """Renew these; False when the store could not be asked about all of them, or did not answer in time."""
         for start in range(0, len(held), _TOGETHER_MAX):
             together = held[start : start + _TOGETHER_MAX]
             asked_at = self._clock.steady()
             try:
-                kept = await self._store.extend([one.lease for one in together], lease=self._lease_seconds)
+                kept = await self._answer_in_time(together)
             except StoreUnavailableError as error:
                 logger.warning("store_unavailable doing=extend messages=%d error=%s", len(held) - start, error)
                 return False
@@ -67,6 +74,27 @@ class Renewer:
                     one.taken_over = True
                     _lose(one)
         return True
+
+    async def _answer_in_time(self, held: list[Held]) -> list[bool]:
+        """Ask the store, but wait no longer than the first of these leases lasts: its handler must be told by then."""
+        extending = asyncio.ensure_future(self._store.extend([one.lease for one in held], lease=self._lease_seconds))
+        left = (min(one.until for one in held) - self._clock.steady()) / MICROSECONDS
+        # What is over already is asked about once more, which may take as long as any renewal.
+        giving_up = asyncio.ensure_future(
+            self._clock.sleep(left if left > 0 else self._lease_seconds / limits.RENEWALS_PER_LEASE)
+        )
+        try:
+            await asyncio.wait({extending, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not extending.done():
+                # Whoever was stopped for a while finds an answer and the end of the wait at the same moment.
+                await give_way()
+                await give_way()
+            if extending.done():
+                return extending.result()
+            raise StoreUnavailableError("no answer before the first of the leases was over")
+        finally:
+            giving_up.cancel()
+            extending.cancel()
 
 
 def _lose(held: Held) -> None:

@@ -90,7 +90,7 @@ def failure_of(error: BaseException, reason: str) -> Failure:
 def _text(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:
+    except BaseException:  # it is the handler's code that runs here, and may raise anything
         return "(the exception cannot be printed)"
     # NUL and lone surrogates cannot be stored as text everywhere.
     return text.encode("utf-8", "replace").decode().replace("\0", "�")[: limits.ERROR_TEXT_MAX]
@@ -107,10 +107,10 @@ def status_of(error: BaseException) -> int | None:
 
 
 def _peek(holder: object, name: str) -> Any:
-    """Read an attribute of a foreign exception; one that raises when it is looked at has none."""
+    """Read an attribute of a foreign exception; one that raises, whatever it is, when it is looked at has none."""
     try:
         return getattr(holder, name, None)
-    except Exception:
+    except BaseException:
         return None
 
 

@@ -10,13 +10,14 @@ from onefold import effects, limits
 from onefold.codec import ResultCodec
 from onefold.effects import LedgerEntry
 from onefold.identity import KeySource
+from onefold.inside import current
 from onefold.journal import signal_note
 from onefold.registry import DEFAULT_RETRY, Registry, TaskSettings
 from onefold.retry import RetryPolicy
 from onefold.step import Step
 from onefold.stepping import StepOptions, declare
 from onefold.store import Act, State, Store
-from onefold.transaction import current, refuse_inside
+from onefold.transaction import refuse_inside
 from onefold.workflow import Run, Workflow
 
 P = ParamSpec("P")
@@ -40,7 +41,7 @@ class WorkflowVerbs:
         """Make an id that no other message or signal has."""
         raise NotImplementedError
 
-    async def dispatch(self, call: Any) -> Any:
+    def dispatch(self, call: Any) -> Any:
         """Send one call."""
         raise NotImplementedError
 

@@ -7,7 +7,8 @@ and it outlives messages and keys, so nothing fires a second time however late s
 
 from __future__ import annotations
 
-from itertools import islice, takewhile
+from collections.abc import Iterator
+from itertools import chain, islice, takewhile
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -23,7 +24,14 @@ KIND = "schedule"
 #: What becomes of occurrences that nobody was there to fire.
 Catchup = Literal["skip", "last", "all"]
 
+#: Stretches of missed fire times that are remembered, for a clock that is set back; each is a clock that was wrong, or
+#: a time when no worker was there.
+_DROPPED_MAX = 8
 _GRACE = round(limits.CATCH_UP_GRACE_SECONDS * MICROSECONDS)
+
+
+#: Two instants, a beginning and an end.
+Stretch = tuple[int, int]
 
 
 class Fire(msgspec.Struct, frozen=True):
@@ -49,11 +57,11 @@ class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     paused: bool = False
     made_at: int
     watermark: int
-    #: The fire times after the first and before the second were missed, so they may still fire should the clock be set
-    #: back among them; all others below the watermark have fired.
-    dropped: tuple[int, int] | None = None
-    #: Whether the clock was found to be set back to a time within ``dropped``.
-    rewound: bool = False
+    #: Between which instants fire times were missed, the ends left out; all others up to the watermark have fired.
+    #: Should the clock be set back among them, they may fire after all.
+    dropped: tuple[Stretch, ...] = ()
+    #: Where the clock was when it was found to be set back, or has got to since; None while it is past the watermark.
+    rewound: int | None = None
     #: With a delay: the message whose end the next fire time is counted from.
     awaiting: str | None = None
     fired: int = 0
@@ -71,11 +79,16 @@ class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return None
         if isinstance(self.timetable, Delay):
             return min(self.watermark, now) + self.timetable.every
-        if self.rewound and self.dropped is not None and now < self.watermark:
-            again = next(self.timetable.after(self.dropped[0]), self.dropped[1])
-            if again < self.dropped[1]:
-                return again
+        for start, end in self.dropped if self.rewound is not None else ():
+            fire = next(self.timetable.after(max(start, self.cursor)), end)
+            if fire < end:
+                return fire
         return next(self.timetable.after(self.watermark), None)
+
+    @property
+    def cursor(self) -> int:
+        """Up to when everything that was due is dealt with."""
+        return self.watermark if self.rewound is None else self.rewound
 
     def __repr__(self) -> str:
         # Without the payload: what is printed or logged is no place for it.
@@ -107,50 +120,35 @@ def plan(schedule: ScheduleRecord, now: int, ended_at: int | None = None) -> Pla
         return None
     if isinstance(schedule.timetable, Delay):
         return _plan_delay(schedule, schedule.timetable, now, ended_at)
-    if now < schedule.watermark:
-        return _plan_behind(schedule, schedule.timetable, now)
-    found = _catch_up(schedule, schedule.timetable, schedule.watermark, now, now)
+    if now < schedule.cursor:
+        return _set_back(schedule, now)
+    found = _catch_up(schedule, schedule.timetable, now)
     if found is None:
         return None
-    dropped = None
-    if found.missed:
-        first = found.occurrences[0].scheduled_for if found.occurrences else found.until + 1
-        dropped = (schedule.watermark, first)
+    caught = found.until > schedule.watermark
+    again = sum(1 for one in found.occurrences if one.scheduled_for <= schedule.watermark)
     return Plan(
         found.occurrences,
         msgspec.structs.replace(
             schedule,
-            watermark=found.until,
-            dropped=_longer(schedule.dropped, dropped, found.until),
-            rewound=False,
+            watermark=max(schedule.watermark, found.until),
+            dropped=_still_dropped(schedule, schedule.timetable, found),
+            rewound=None if caught or schedule.rewound is None else found.until,
             fired=schedule.fired + len(found.occurrences),
-            missed=schedule.missed + found.missed,
+            missed=max(schedule.missed + found.missed - again, 0),
         ),
     )
 
 
-def _plan_behind(schedule: ScheduleRecord, timetable: Cron | Rate, now: int) -> Plan | None:
+def _set_back(schedule: ScheduleRecord, now: int) -> Plan | None:
     """The clock was set back: what has fired does not fire again, what was dropped may fire in its time after all.
 
     So a clock that was wrong by a year for a minute does not silence a schedule for a year.
+    What was dropped before now was dealt with then.
     """
-    if schedule.dropped is None or not schedule.dropped[0] <= now < schedule.dropped[1]:
-        return None
-    start, end = schedule.dropped
-    if not schedule.rewound:
-        # What lies before now was dealt with when it was dropped.
-        return Plan([], msgspec.structs.replace(schedule, dropped=(now, end), rewound=True))
-    found = _catch_up(schedule, timetable, start, min(now, end - 1), now)
-    if found is None:
-        return None
-    # They were counted as missed when they were dropped.
-    fired = len(found.occurrences)
-    return Plan(
-        found.occurrences,
-        msgspec.structs.replace(
-            schedule, dropped=(found.until, end), fired=schedule.fired + fired, missed=max(schedule.missed - fired, 0)
-        ),
-    )
+    if any(end - 1 > now for _, end in schedule.dropped):
+        return Plan([], msgspec.structs.replace(schedule, rewound=now))
+    return None
 
 
 def _plan_delay(schedule: ScheduleRecord, timetable: Delay, now: int, ended_at: int | None) -> Plan | None:
@@ -171,39 +169,64 @@ def _plan_delay(schedule: ScheduleRecord, timetable: Delay, now: int, ended_at: 
 
 class _Caught(NamedTuple):
     occurrences: list[Occurrence]
-    #: Everything up to here is accounted for.
+    #: Everything due up to here is dealt with.
     until: int
-    #: How many of them have no message of their own.
+    #: How many fire times above the watermark have no message of their own.
     missed: int
 
 
-def _catch_up(schedule: ScheduleRecord, timetable: Cron | Rate, after: int, until: int, now: int) -> _Caught | None:
-    """Apply the catch-up policy to the occurrences later than ``after`` and not later than ``until``."""
-    latest = timetable.latest(until)
-    if latest is None or latest <= after:
+def _catch_up(schedule: ScheduleRecord, timetable: Cron | Rate, now: int) -> _Caught | None:
+    """Apply the catch-up policy to what has become due and has not fired; None when there is nothing."""
+    due = _due(schedule, now)
+    latest = max(
+        (fire for start, end in due if (fire := timetable.latest(end)) is not None and fire > start), default=0
+    )
+    if not latest:
         return None
-    horizon = after if schedule.window is None else max(after, now - schedule.window)
+    horizon = 0 if schedule.window is None else now - schedule.window
+    recent = [(max(start, horizon), end) for start, end in due if end > horizon]
     if schedule.catchup == "all":
-        due = takewhile(lambda fire: fire <= until, timetable.after(horizon))
-        fires = [_occurrence(schedule, fire) for fire in islice(due, limits.CATCH_UP_MAX)]
-        missed = timetable.count(after, horizon, most=limits.MISSED_MAX) if horizon > after else 0
-        return _Caught(fires, fires[-1].scheduled_for if fires else latest, missed)
-    total = timetable.count(after, latest, most=limits.MISSED_MAX)
-    if schedule.catchup == "skip":
+        each = chain.from_iterable(_within(timetable, *one) for one in recent)
+        fires = [_occurrence(schedule, fire) for fire in islice(each, limits.CATCH_UP_MAX)]
+    elif schedule.catchup == "skip":
         fires = [_occurrence(schedule, latest)] if now - latest < _GRACE else []
     else:
-        stands_for = timetable.count(horizon, latest, most=limits.MISSED_MAX)
+        stands_for = min(sum(_count(timetable, *one) for one in recent), limits.MISSED_MAX)
         fires = [_occurrence(schedule, latest, missed=stands_for - 1)] if latest > horizon else []
-    return _Caught(fires, latest, total - len(fires))
+    until = fires[-1].scheduled_for if fires else latest
+    fresh = sum(1 for one in fires if one.scheduled_for > schedule.watermark)
+    return _Caught(fires, until, max(_count(timetable, schedule.watermark, until) - fresh, 0))
+
+
+def _due(schedule: ScheduleRecord, now: int) -> list[Stretch]:
+    """Return the stretches, their beginnings left out, in which every fire time is due and has not fired."""
+    cursor = schedule.cursor
+    stretches = [(max(start, cursor), min(end - 1, now)) for start, end in schedule.dropped]
+    stretches.append((max(schedule.watermark, cursor), now))
+    return [(start, end) for start, end in stretches if start < end]
+
+
+def _still_dropped(schedule: ScheduleRecord, timetable: Cron | Rate, found: _Caught) -> tuple[Stretch, ...]:
+    """Return where there are fire times that were missed, after some have fired."""
+    stretches = list(schedule.dropped)
+    if found.missed:
+        stretches.append((schedule.watermark, found.until + 1))
+    left: list[Stretch] = []
+    for start, end in stretches:
+        inside = [one.scheduled_for for one in found.occurrences if start < one.scheduled_for < end]
+        parts = [(start, inside[0]), (inside[-1], end)] if inside else [(start, end)]
+        left += [part for part in parts if next(timetable.after(part[0]), part[1]) < part[1]]
+    # The longest matter most; which are forgotten is missed for good.
+    return tuple(sorted(sorted(left, key=lambda one: one[0] - one[1])[:_DROPPED_MAX]))
+
+
+def _within(timetable: Cron | Rate, start: int, end: int) -> Iterator[int]:
+    return takewhile(lambda fire: fire <= end, timetable.after(start))
+
+
+def _count(timetable: Cron | Rate, start: int, end: int) -> int:
+    return timetable.count(start, end, most=limits.MISSED_MAX) if start < end else 0
 
 
 def _occurrence(schedule: ScheduleRecord, fire: int, missed: int = 0) -> Occurrence:
     return Occurrence(schedule.name, fire, missed, schedule.timetable.timezone)
-
-
-def _longer(old: tuple[int, int] | None, new: tuple[int, int] | None, watermark: int) -> tuple[int, int] | None:
-    """Choose which stretch of missed fire times to remember: the longer, unless it is long over."""
-    if old is None or new is None:
-        return new or old
-    length = old[1] - old[0]
-    return old if length > new[1] - new[0] and watermark - old[1] < length else new

@@ -35,7 +35,7 @@ class Held:
     runner: asyncio.Task[None] | None = None
     #: Where its beginning was published, if anywhere.
     slot: int | None = None
-    #: No longer to be worked on: its time is up, or the store says that somebody else has it.
+    #: No longer to be worked on: its time is up, the store says that somebody else has it, or the worker ends.
     lost: bool = False
     taken_over: bool = False
     #: Its outcome is known and on its way into the store.
@@ -99,10 +99,12 @@ class Settler:
                 await self._settle_apart(settlements, error)
                 return
         for (held, outcome), mine in zip(settlements, won, strict=True):
-            if not mine:
-                logger.warning("lease_lost message_id=%s outcome not recorded", held.lease.id)
-            elif not isinstance(outcome, HandBack):
+            if isinstance(outcome, HandBack):
+                pass  # whoever has it now, it is not lost
+            elif mine:
                 self.done += 1
+            else:
+                logger.warning("lease_lost message_id=%s outcome not recorded", held.lease.id)
             self._settled(held)
 
     async def _settle_apart(self, settlements: list[Settlement], error: OnefoldError) -> None:
@@ -112,7 +114,7 @@ class Settler:
                 await self.settle([one])
             return
         held, outcome = settlements[0]
-        task = self._execution.registry.tasks[held.lease.envelope.message_type]
+        task = self._execution.registry.handler(held.lease.envelope)
         failed = self._execution.decide_failure(task, held.lease, error)
         if type(failed) is type(outcome):
             raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever

@@ -20,9 +20,11 @@ import msgspec
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.codec import fingerprint_of_call
+from onefold.context import Context, StepScope
 from onefold.effects import Ledger
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.inside import current
 from onefold.journal import Journal, Retried, decode_failure, encode
 from onefold.receipt import Receipt
 from onefold.registry import Call
@@ -30,14 +32,15 @@ from onefold.retry import decide, failure_of
 from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
 from onefold.store import Dead, Failure, Lease, Parked, Store, Transaction
-from onefold.transaction import Buffer, Context, Prepare, StepScope, current
+from onefold.transaction import Buffer, Prepare
 
 logger = logging.getLogger("onefold")
 
 R = TypeVar("R")
 
 #: Wraps every run of a handler or step: ``async def middleware(ctx, proceed): return await proceed()``.
-Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+#: For a batch ``ctx`` is the ``Batch``.
+Middleware = Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
 _FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
@@ -206,6 +209,8 @@ class Stretch:
 
     async def _write(self, steps: Sequence[Step], buffer: Buffer | None, context: Context | None) -> list[Step]:
         self.refuse()
+        if self._dry:
+            raise self._park()
         journal = self.journal
         pending, sends, notes = journal.take_pending(), journal.sends, journal.notes
         journal.sends, journal.notes = [], []

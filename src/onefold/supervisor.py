@@ -223,17 +223,13 @@ class Supervisor:
     # suspects, and the rest of the house
 
     async def _keep_house(self) -> None:
-        entered_at = 0
         while True:
             self.crew.suspected.clear()
             try:
                 await self._staff_probation()
                 await self._look_after_the_late()
-                now = self._clock.steady()
-                if now - entered_at >= limits.WORKER_CHECK_SECONDS * MICROSECONDS:
-                    await self.crew.enter()
-                    entered_at = now
-                self.store_checked_at = now
+                await self.crew.enter_if_due()
+                self.store_checked_at = self._clock.steady()
             except StoreUnavailableError as error:
                 logger.warning("store_unavailable doing=supervise error=%s", error)
             with suppress(TimeoutError):

@@ -8,55 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from onefold import limits
+from onefold.batch import goes_alone
+from onefold.claiming import Claimer
 from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
-from onefold.fleet import Roll, WorkerRecord, host_name
+from onefold.fleet import Roll, WorkerRecord, WorkerSettings, describe
 from onefold.purging import keep_purged
+from onefold.registry import Task
 from onefold.renewing import Renewer
 from onefold.settling import UNSETTLED_MAX, Held, Settler
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
 from onefold.ticker import Ticker
-from onefold.version import __version__
 
 logger = logging.getLogger("onefold")
 
 #: Messages a runner runs before it lets others have the event loop.
 _IN_A_ROW_MAX = 32
-#: When the store cannot be asked for work, ask again after this long.
-_BACK_OFF_SECONDS = 0.5
 
-_Run = Coroutine[Any, Any, Outcome | None]
-
-
-@dataclass(slots=True)
-class WorkerSettings:
-    """How one worker works; see ``app.work``."""
-
-    name: str
-    queues: Sequence[str]
-    concurrency: int = limits.CONCURRENCY
-    lease_seconds: float = limits.LEASE
-    stop_seconds: float = limits.STOP_SECONDS
-    until_idle: bool = False
-    lane: Lane = Lane.ANY
-    #: Whether nobody watches it: then it purges and keeps its entry in the register by itself.
-    alone: bool = True
-
-    def __post_init__(self) -> None:
-        limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
-        limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
-        limits.check_name("worker", self.name)
-        for queue in self.queues:
-            limits.check_name("queue", queue)
+R = TypeVar("R")
 
 
 class Worker:
@@ -79,11 +56,11 @@ class Worker:
         self._slots = slots
         # A process for suspects may die at any moment; the others tick.
         self._ticker = None if settings.lane is Lane.PROBATION else ticker
-        self._types = execution.registry.types()
+        self._claimer = Claimer(self._store, self._clock, execution.registry.types(), settings, self._accept)
+        self._batched = {task.name: task for task in execution.registry.tasks.values() if task.handler.batch}
         self._held: dict[str, Held] = {}
         self._supply: deque[Held] = deque()
         self._suspects: deque[Held] = deque()
-        self._turn = 0
         #: In the order in which they were made, so that a simulation repeats itself.
         self._runners: dict[asyncio.Task[None], None] = {}
         #: A runner was made that has not begun.
@@ -94,9 +71,6 @@ class Worker:
         self._renewer = Renewer(self._store, self._clock, self._held, settings.lease_seconds, slots)
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
-        self._started = 0
-        self._rate = 0.0
-        self._last_claim = self._clock.steady()
         self._started_at = self._clock.now()
         self._done_alone = 0
 
@@ -106,20 +80,7 @@ class Worker:
         return self._done_alone + self._settler.done
 
     def _describe(self) -> WorkerRecord:
-        settings = self._settings
-        return WorkerRecord(
-            name=settings.name,
-            host=host_name(),
-            pid=os.getpid(),
-            started_at=self._started_at,
-            version=__version__,
-            queues=list(settings.queues),
-            concurrency=settings.concurrency,
-            lane=settings.lane.name.lower(),
-            running=self._running,
-            settled=self.done,
-            checked_at=self._clock.now(),
-        )
+        return describe(self._settings, self._started_at, self._clock.now(), running=self._running, settled=self.done)
 
     def stop(self) -> None:
         """Ask for a graceful stop: claim nothing more, finish what runs, hand back what does not finish in time."""
@@ -155,7 +116,9 @@ class Worker:
             others.append(asyncio.create_task(self._wind_down(), name="onefold-stopper"))
             await self._first_of(*others)
         finally:
-            await _cancel([claimer, stopping, *self._runners, *others])
+            await _cancel([claimer, stopping])
+            await self._stop_runners()
+            await _cancel(others)
             self._broken.cancel()
 
     async def _first_of(self, *tasks: asyncio.Task[Any]) -> None:
@@ -182,7 +145,7 @@ class Worker:
                 continue
             # What is settled while the store is asked may leave new messages that its answer does not know of yet.
             was_busy = self._busy
-            if await self._claim_some(wanted) != 0:
+            if await self._claimer.claim(wanted) != 0:
                 continue
             if not self._settings.until_idle:
                 await self._wait()
@@ -194,53 +157,15 @@ class Worker:
 
     def _wanted(self) -> int:
         """How many to claim: what is free now, and what will start within a moment at the measured rate."""
-        # On probation nothing is claimed ahead: what waits behind a suspect would share its fate.
-        ahead = 0 if self._settings.lane is Lane.PROBATION else int(self._rate * limits.CLAIM_AHEAD_SECONDS)
+        if self._settings.lane is Lane.PROBATION:
+            # One at a time, and settled before the next is claimed: what waits beside a suspect may die with it.
+            return 0 if self._busy else 1
+        ahead = self._claimer.ahead
         free = self._settings.concurrency - self._running
         wanted = min(max(free, ahead), limits.CLAIM_MAX) - len(self._supply)
         room = UNSETTLED_MAX - len(self._settler)
         # Small claims cost as much as large ones, so wait until half of the supply is used up.
         return min(wanted, room) if len(self._supply) <= ahead // 2 else 0
-
-    async def _claim_some(self, wanted: int) -> int | None:
-        """Return how many were claimed, or None when the store could not be asked."""
-        asked_at = self._clock.steady()
-        elapsed = max(asked_at - self._last_claim, 1) / MICROSECONDS
-        self._rate = 0.5 * self._rate + 0.5 * self._started / elapsed
-        self._started, self._last_claim = 0, asked_at
-        try:
-            leases = await self._claim_whole(wanted)
-        except StoreUnavailableError as error:
-            logger.warning("store_unavailable doing=claim error=%s", error)
-            await self._clock.sleep(_BACK_OFF_SECONDS)
-            return None
-        self._accept(leases, asked_at)
-        return len(leases)
-
-    async def _claim_whole(self, wanted: int) -> list[Lease]:
-        """Claim, and see it through even when the worker is stopped meanwhile: a lost answer would be a lost lease."""
-        settings = self._settings
-        queues = [*settings.queues[self._turn :], *settings.queues[: self._turn]]
-        # Each queue comes first in its turn, so that a busy one cannot starve the others.
-        self._turn = (self._turn + 1) % len(queues)
-        asked_at = self._clock.steady()
-        claiming = asyncio.ensure_future(
-            self._store.claim(
-                queues,
-                types=self._types,
-                limit=wanted,
-                lease=settings.lease_seconds,
-                worker=settings.name,
-                lane=settings.lane,
-            )
-        )
-        try:
-            return await asyncio.shield(claiming)
-        except asyncio.CancelledError:
-            await asyncio.wait([claiming])
-            if not claiming.cancelled() and claiming.exception() is None:
-                self._accept(claiming.result(), asked_at)
-            raise
 
     def _accept(self, leases: list[Lease], asked_at: int) -> None:
         until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
@@ -250,8 +175,10 @@ class Worker:
         self._call_runner()
 
     def _is_suspect(self, lease: Lease) -> bool:
-        """Whether it must run alone here; in a lane, the supervisor sees to that."""
-        return lease.crashes >= limits.SUSPECT_AFTER and self._settings.lane is Lane.ANY
+        """Whether it must run alone here; in a lane the supervisor sees to that, and in a process it is alone."""
+        if lease.crashes < limits.SUSPECT_AFTER or self._settings.lane is not Lane.ANY:
+            return False
+        return not self._execution.registry.handler(lease.envelope).handler.isolate
 
     async def _let_a_suspect_run(self) -> None:
         """Let one message that may have killed workers run with nothing beside it, so that no other is blamed."""
@@ -299,8 +226,11 @@ class Worker:
         runner, in_a_row = asyncio.current_task(), 0
         while self._supply:
             held = self._supply.popleft()
-            self._call_runner()
-            await self._run_one(held, runner)
+            if held.lease.envelope.message_type in self._batched:
+                await self._run_batch(held, runner)
+            else:
+                self._call_runner()
+                await self._run_one(held, runner)
             in_a_row += 1
             if in_a_row == _IN_A_ROW_MAX:
                 # Handlers that never wait would keep the claimer, the renewer and a stop from their turn.
@@ -314,13 +244,13 @@ class Worker:
             self._drop(held)
             return
         self._running += 1
-        self._started += 1
+        self._claimer.started += 1
         held.runner = runner
         try:
             if self._is_suspect(lease):
                 await self._mark_started(lease)
-            run = self._execution.run(lease, lambda: self._deadline(held))
-            outcome = await (run if self._slots is None else self._run_published(run, held, self._slots))
+            run = self._execution.run(held)
+            outcome = await (run if self._slots is None else self._run_published(run, [held], self._slots))
         except LeaseLostError as error:
             logger.warning("lease_lost message_id=%s error=%s", lease.id, error)
             self._forget(held)
@@ -330,7 +260,7 @@ class Worker:
         except asyncio.CancelledError:
             if not held.lost:
                 raise
-            # The renewer found the lease gone and cancelled the handler; this runner goes on.
+            # This worker has cancelled the handler, its lease being gone or its time to stop over.
             _uncancel()
             logger.warning("lease_lost message_id=%s handler cancelled", lease.id)
             self._drop(held)
@@ -341,33 +271,99 @@ class Worker:
             self._running -= 1
             self._changed.set()
 
+    async def _run_batch(self, first: Held, runner: asyncio.Task[None] | None) -> None:
+        """Run a message together with others of its task.
+
+        When one of them is lost, or the store cannot be reached, all are handed back: the fence decides about each.
+        """
+        self._running += 1
+        together = [first]
+        try:
+            together = await self._fill_batch(first, self._batched[first.lease.envelope.message_type])
+            self._call_runner()
+            self._claimer.started += len(together)
+            for held in together:
+                held.runner = runner
+            if self._is_suspect(first.lease):
+                await self._mark_started(first.lease)
+            run = self._execution.run_batch(together)
+            left = await (run if self._slots is None else self._run_published(run, together, self._slots))
+        except (LeaseLostError, StoreUnavailableError) as error:
+            self._hand_back(together, error)
+        except asyncio.CancelledError as error:
+            if not any(held.lost for held in together):
+                raise
+            _uncancel()
+            self._hand_back(together, error)
+        else:
+            outcomes = {lease.id: outcome for lease, outcome in left}
+            for held in together:
+                await self._finish(held, outcomes.get(held.lease.id))
+        finally:
+            for held in together:
+                held.runner = None
+            self._running -= 1
+            self._changed.set()
+
+    async def _fill_batch(self, first: Held, task: Task[Any, Any]) -> list[Held]:
+        """Return a message with others of its task: those that are here, and those that the store has at once."""
+        most = task.handler.batch
+        if self._settings.lane is Lane.PROBATION or self._is_suspect(first.lease) or goes_alone(task, first.lease):
+            most = 1
+        together = [first, *self._take_supply(task, most - 1)]
+        if len(together) < most and not self._stopping.is_set():
+            await self._claimer.claim_alike(task.name, most - len(together))
+            together += self._take_supply(task, most - len(together))
+        now = self._clock.steady()
+        for held in [held for held in together if held.lost or held.until <= now]:
+            self._drop(held)
+            together.remove(held)
+        return together
+
+    def _take_supply(self, task: Task[Any, Any], most: int) -> list[Held]:
+        """Take messages of one task out of the supply, but none that is to go alone."""
+        alike = (held for held in self._supply if held.lease.envelope.message_type == task.name)
+        taken = list(islice((held for held in alike if not goes_alone(task, held.lease)), most))
+        for held in taken:
+            self._supply.remove(held)
+        return taken
+
+    def _hand_back(self, together: list[Held], error: BaseException) -> None:
+        first = together[0].lease if together else None
+        logger.warning(
+            "batch_handed_back messages=%d message_id=%s error=%r", len(together), first and first.id, error
+        )
+        for held in together:
+            self._drop(held)
+
     async def _mark_started(self, lease: Lease) -> None:
         """Write down that a suspect begins: should this process die now, the suspect is to blame."""
         if not (await self._store.extend([lease], lease=self._settings.lease_seconds, starting=True))[0]:
             raise LeaseLostError(f"message {lease.id} was taken over before it began")
 
-    async def _run_published(self, run: _Run, held: Held, slots: Slots) -> Outcome | None:
+    async def _run_published(self, run: Coroutine[Any, Any, R], together: Sequence[Held], slots: Slots) -> R:
         """Run a handler with its beginning and its end published: should this process die, it is known to blame."""
-        lease, now = held.lease, self._clock.steady()
-        timeout = self._execution.registry.tasks[lease.envelope.message_type].timeout_seconds
-        deadline = 0 if timeout is None else now + round((timeout + limits.HARD_TIMEOUT_GRACE) * MICROSECONDS)
-        held.slot = slots.start(lease.id, lease.fence, at=now, deadline=deadline)
+        now, task = self._clock.steady(), self._execution.registry.handler(together[0].lease.envelope)
+        # A handler in a process of its own is killed by this worker, which may have to wait for such a process first.
+        seconds = None if task.handler.isolate else task.timeout_seconds
+        deadline = 0 if seconds is None else now + round((seconds + limits.HARD_TIMEOUT_GRACE) * MICROSECONDS)
+        for held in together:
+            held.slot = slots.start(held.lease.id, held.lease.fence, at=now, deadline=deadline)
         try:
             return await run
         finally:
-            slots.finish(held.slot)
+            for held in together:
+                if held.slot is not None:
+                    slots.finish(held.slot)
 
     async def _finish(self, held: Held, outcome: Outcome | None) -> None:
         if outcome is None:
             self._done_alone += 1
             self._forget(held)
-        elif self._execution.registry.tasks[held.lease.envelope.message_type].settle == "now":
+        elif self._execution.registry.handler(held.lease.envelope).settle == "now":
             await self._settler.settle([(held, outcome)])
         else:
             self._settler.add(held, outcome)
-
-    def _deadline(self, held: Held) -> int:
-        return self._clock.now() + held.until - self._clock.steady()
 
     def _forget(self, held: Held) -> None:
         # The same worker may have claimed its own message again meanwhile; that lease is another.
@@ -397,10 +393,17 @@ class Worker:
         try:
             async with asyncio.timeout(self._settings.stop_seconds):
                 await self._quiet()
+                await self._execution.finish_late()
         except TimeoutError:
-            await _cancel([*self._runners])
+            await self._stop_runners()
             await self._settler.hand_back([held for held in self._held.values() if not held.settling])
             await self._quiet()
+
+    async def _stop_runners(self) -> None:
+        """Cancel what still runs; marked first, so that no handler takes it for something of its own."""
+        for held in self._held.values():
+            held.lost = held.lost or held.runner is not None
+        await _cancel([*self._runners])
 
     async def _quiet(self) -> None:
         while self._busy:

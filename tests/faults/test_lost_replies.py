@@ -7,19 +7,21 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Literal
 
 import pytest
-from fault_scene import Scene, run, until_accepted
+from fault_scene import Scene, run, until, until_accepted
 
 from onefold import execution, limits
-from onefold.store import State
 from onefold.stores.postgres import PostgresStore
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
 
 #: Statements of one operation; the loop ends earlier, when the operation had no more of them.
 STATEMENTS_MAX = 40
+#: Answers lost while everybody works.
+LOST_AT_RANDOM = 25
 
 
 class Loser:
@@ -112,7 +114,6 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
                 await quiet()
                 loser.arm(number)
                 await operation(scene, key)
-                assert not scene.app.store._links["put"]._turn.locked()  # type: ignore[attr-defined]
                 if not loser.lost:
                     break
                 lost.extend(loser.lost)
@@ -128,9 +129,12 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
 
 async def settled(scene: Scene) -> None:
     """Work until nothing is alive; what a lost answer had claimed waits for the end of its lease."""
-    while any(not record.state.ended for record in await scene.records()):
+
+    async def ended() -> bool:
         await scene.app.work(until_idle=True, lease=1.0)
-        await asyncio.sleep(0.05)
+        return await scene.ended()
+
+    await until(ended, every=0.05)
 
 
 def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
@@ -140,35 +144,31 @@ def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
     chance = random.Random(20_261)
 
-    async def lose(proxy: Proxy) -> int:
-        for number in range(25):
-            proxy.lose_next_reply()
-            while proxy.losing:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(chance.uniform(0.0, 0.06))
-        return number + 1
+    async def lose(proxy: Proxy) -> None:
+        async def lost() -> bool:
+            return not proxy.losing
 
-    async def produce(scene: Scene, number: int, until: asyncio.Task[int]) -> None:
-        count = 0
-        while not until.done():
-            name = ("pay", "plain", "flaky", "rows")[count % 4]
-            key = f"{number}.{count}"
-            await until_accepted(lambda: scene.order(key) if name == "rows" else scene.send(name, key))
-            count += 1
+        for _ in range(LOST_AT_RANDOM):
+            proxy.lose_next_reply()
+            await until(lost, every=0.005)
+            await asyncio.sleep(chance.uniform(0.0, 0.06))
+
+    async def produce(scene: Scene, sender: int, losing: asyncio.Task[None]) -> None:
+        for count in itertools.count():
+            await until_accepted(partial(scene.send_next, sender, count))
             await asyncio.sleep(0.005)
+            if losing.done():
+                return
 
     async def scenario() -> None:
         async with losing(postgres_server, postgres_url) as (scene, loser):
             assert loser.proxy is not None
             working = asyncio.create_task(scene.app.work(lease=2.0, concurrency=5))
-            until = asyncio.create_task(lose(loser.proxy))
-            await asyncio.gather(*(produce(scene, number, until) for number in range(3)))
-            while any(not record.state.ended for record in await scene.records()):
-                await asyncio.sleep(0.05)
+            under_fire = asyncio.create_task(lose(loser.proxy))
+            await asyncio.gather(*(produce(scene, sender, under_fire) for sender in range(3)))
+            await until(scene.ended)
             scene.app.stop_working()
             assert await working > 0
             await scene.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
-            states = {record.state for record in await scene.records()}
-            assert states == {State.DONE}
 
     run(scenario)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
 import pytest
-from fault_scene import Scene, run
+from fault_scene import Scene, run, until
 
 from onefold import StoreUnavailableError, execution, limits
-from onefold.clock import MICROSECONDS
-from onefold.stores.postgres import PostgresStore
+from onefold.clock import MICROSECONDS, SystemClock
+from onefold.stores.postgres import PostgresStore, connection, link
+from onefold.testing import FakeClock
 from onefold.testing.checker import Journal
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
@@ -24,7 +25,7 @@ SENDERS = 4
 #: What a lost answer to a claim had claimed is free again after this long.
 LEASE = 2.0
 #: Messages that are done before the server ends, and again after it came back.
-DONE_BEFORE, DONE_AFTER = 30, 30
+DONE_BEFORE, DONE_AFTER = 20, 20
 #: One store has some five connections and a pool; each begins with quick tries and then waits up to a second.
 CONNECTIONS_PER_SECOND_MAX = 80
 
@@ -43,7 +44,6 @@ class Traffic:
         self.proxy = proxy
         self.worker = Scene(PostgresStore(proxy.through(url)), journal=journal)
         self.sender = Scene(PostgresStore(url, patience=0.1), journal=journal)
-        self.accepted = 0
         self.refused = 0
         self._stopping = False
 
@@ -51,14 +51,11 @@ class Traffic:
         """Send one after the other; what was refused is sent again, and any other error ends the test."""
         count = 0
         while not self._stopping:
-            name = ("pay", "plain", "flaky", "rows")[count % 4]
-            key = f"{number}.{count}"
             try:
-                await (self.sender.order(key) if name == "rows" else self.sender.send(name, key))
+                await self.sender.send_next(number, count)
             except StoreUnavailableError:
                 self.refused += 1
                 continue
-            self.accepted += 1
             count += 1
             await asyncio.sleep(0.005)
 
@@ -71,14 +68,15 @@ class Traffic:
                 await asyncio.sleep(0.05)
 
     async def until_done(self, number: int) -> None:
-        while await self.done() < number:
-            await asyncio.sleep(0.05)
+        async def enough() -> bool:
+            return await self.done() >= number
+
+        await until(enough)
 
     async def drained(self) -> None:
         """Send no more, and wait until everything accepted has ended."""
         self._stopping = True
-        while any(counts.scheduled or counts.leased for counts in (await self.sender.app.count()).values()):
-            await asyncio.sleep(0.05)
+        await until(self.sender.ended)
 
 
 @asynccontextmanager
@@ -219,10 +217,50 @@ def _cpu() -> float:
 
 
 def _now() -> int:
-    from onefold.clock import SystemClock
-
     return SystemClock().steady()
 
 
-def test_a_server_that_cannot_be_reached_for_hours_is_asked_less_and_less_often() -> None:
-    """Fault 34, on a clock that runs by itself: hours of refused connections."""
+class FastClock(FakeClock):
+    """Goes to the next moment for which somebody waits as soon as nobody has anything else to do."""
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            if self._sleepers:
+                self.advance(max(0, self._sleepers[0][0] - self.steady()) / MICROSECONDS)
+
+
+def test_a_server_that_cannot_be_reached_for_long_is_asked_at_a_bounded_rate(
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 34, on a clock that runs fast: a quarter of an hour of resets, and then work is done."""
+    clock = FastClock()
+    for module in (connection, link):
+        monkeypatch.setattr(module, "_machine", clock)
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", postgres_server.port, clock=clock) as proxy:
+            scene = Scene(PostgresStore(proxy.through(postgres_url)), clock)
+            sender = Scene(PostgresStore(postgres_url), journal=scene.journal)
+            running = asyncio.create_task(clock.run())
+            await sender.prepare()
+            async with scene.app, sender.app:
+                working = asyncio.create_task(scene.app.work())
+                await proxy.switch("reset")
+                began, start = len(proxy.connected_at), clock.steady()
+
+                async def a_quarter_of_an_hour_later() -> bool:
+                    return clock.steady() - start > 900 * MICROSECONDS
+
+                await until(a_quarter_of_an_hour_later)
+                tries = len(proxy.connected_at) - began
+                # About one connection per second, whoever wanted one.
+                assert 50 < tries < 3 * 900, tries
+                await proxy.switch("pass")
+                receipt = await sender.send("plain", "k")
+                assert await receipt.result(timeout=20) == "k"
+                scene.app.stop_working()
+                await working
+            running.cancel()
+
+    run(scenario)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fault_scene import TABLES, run
+from fault_scene import TABLES, run, until
 
 from onefold import App, Context, State, StoreUnavailableError, execution, limits
 from onefold.store import Query, Record
@@ -99,15 +99,6 @@ def _time() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _until(true: Any, within: float) -> float:
-    """Wait until it is true, at most so long, and return how long that took."""
-    began = _time()
-    while not await true():
-        assert _time() < began + within, f"not within {within:g} s"
-        await asyncio.sleep(0.02)
-    return _time() - began
-
-
 @pytest.mark.parametrize(("mode", "seconds"), [("blackhole", 0.0), ("one-way", 0.0), ("latency", 10.0)])
 def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
     mode: Mode, seconds: float, postgres_server: PostgresServer, postgres_url: str
@@ -124,7 +115,7 @@ def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
             async def taken_over() -> bool:
                 return await other.effects() != []
 
-            await _until(taken_over, TAKEOVER_SECONDS_MAX)
+            await until(taken_over, within=TAKEOVER_SECONDS_MAX)
             assert cut_off.told_at is not None, "its handler was not told"
             assert cut_off.told_at - cut_at <= TOLD_SECONDS_MAX
             assert await other.effects() == [("k", "other")]
@@ -166,7 +157,7 @@ def test_what_was_written_before_the_cut_is_never_committed_after_the_takeover(
             async def ended() -> bool:
                 return (await other.record("k")).state.ended
 
-            await _until(ended, TAKEOVER_SECONDS_MAX)
+            await until(ended, within=TAKEOVER_SECONDS_MAX)
             (winner,) = await other.effects()
             cut_off.writes_first = False
             other.app.stop_working()
@@ -199,7 +190,7 @@ def test_a_commit_whose_answer_cannot_come_back_is_resolved_when_the_network_is_
             async def ended() -> bool:
                 return (await other.record("k")).state.ended
 
-            await _until(ended, TAKEOVER_SECONDS_MAX)
+            await until(ended, within=TAKEOVER_SECONDS_MAX)
             record = await other.record("k")
             assert record.state is State.DONE
             assert len(await other.effects()) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import apsw
 import psycopg
 import pytest
-from fault_scene import Scene, run
+from fault_scene import Scene, run, until
 
 from onefold import SchemaError
 from onefold.stores import open_store
@@ -60,8 +60,7 @@ def dump(url: str) -> list[tuple[Any, ...]]:
         return rows
     with psycopg.connect(url) as opened:
         tables = opened.execute(
-            "SELECT schemaname || '.' || tablename FROM pg_tables "
-            "WHERE schemaname IN ('onefold', 'public') ORDER BY 1"
+            "SELECT schemaname || '.' || tablename FROM pg_tables WHERE schemaname IN ('onefold', 'public') ORDER BY 1"
         ).fetchall()
         return [(name, opened.execute(f"SELECT * FROM {name}").fetchall()) for (name,) in tables]  # type: ignore[call-overload]
 
@@ -83,9 +82,12 @@ def test_workers_of_both_versions_run_on_the_newer_schema(store_url: str, upgrad
                     await new.send("plain", f"new-{number}")
                     await old.order(f"rows-{number}")
                 await new.send("flaky", "both")
-                while any(not one.state.ended for one in await old.records()):
+
+                async def ended() -> bool:
                     await asyncio.gather(old.app.work(until_idle=True), new.app.work(until_idle=True))
-                    await asyncio.sleep(0.05)
+                    return await old.ended()
+
+                await until(ended, every=0.1)
                 await old.verdict()
                 async with old.app.store.transaction() as transaction:
                     await transaction.purge()
@@ -118,9 +120,7 @@ def test_an_old_version_that_comes_after_the_migration_writes_nothing(
     run(scenario)
 
 
-def test_a_new_version_on_the_old_schema_migrates_or_says_how(
-    store_url: str, upgrade: Callable[[], Migration]
-) -> None:
+def test_a_new_version_on_the_old_schema_migrates_or_says_how(store_url: str, upgrade: Callable[[], Migration]) -> None:
     """Fault 39: SQLite, which has no administrator, is migrated when it is opened; PostgreSQL is not."""
 
     async def scenario() -> None:

@@ -184,7 +184,7 @@ class Scene:
     def story(self) -> str:
         """Everything that helps to see what went wrong."""
         logs = "\n".join(f"--- worker {n}\n{worker.printed}" for n, worker in enumerate(self.workers))
-        return f"{self.states()}\n{self.runs()}\n{logs}"
+        return f"{self.states()}\n{self.runs().most_common(20)}\n{logs}"
 
     def close(self) -> None:
         for worker in self.workers:

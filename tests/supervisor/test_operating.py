@@ -10,6 +10,7 @@ from typing import Any
 from supervisor_scene import Scene, wait_until
 
 from onefold import State
+from onefold.inspection import workers
 
 
 def _ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -65,14 +66,10 @@ def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
     worker = scene.work("--processes", "2", "--queue", "default").wait_ready()
     wait_until(scene.runs, scene.story)
 
-    def listed() -> list[dict[str, Any]]:
-        answer = scene.onefold("workers", "supervised_app:app", "--held", "--json")
-        assert answer.returncode == 0, answer.stderr
-        found: list[dict[str, Any]] = json.loads(answer.stdout)
-        return found
-
-    wait_until(lambda: len(listed()) == 2, scene.story)
-    fleet = listed()
+    wait_until(lambda: len(scene.ask(lambda app: workers(app.store))) == 2, scene.story)
+    answer = scene.onefold("workers", "supervised_app:app", "--held", "--json")
+    assert answer.returncode == 0, answer.stderr
+    fleet: list[dict[str, Any]] = json.loads(answer.stdout)
     assert sorted(one["pid"] for one in fleet) == sorted(worker.children())
     assert {one["parent"] for one in fleet} == {worker.process.pid}
     assert {(one["lane"], *one["queues"]) for one in fleet} == {("main", "default")}
@@ -85,14 +82,13 @@ def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
     # Once stopped, they are no longer there.
     worker.signal_twice()
     assert worker.wait() == 0
-    assert listed() == []
     assert "no workers" in scene.onefold("workers").stderr
 
 
 def test_restored_shuts_out_whoever_is_still_there(scene: Scene) -> None:
     """After a restore from backup no worker from before may write."""
-    scene.send("wait", ("long", 4.0))
-    worker = scene.work("--lease", "3600").wait_ready()
+    scene.send("neighbour", ("first-run-is-long",))
+    worker = scene.work("--lease", "5").wait_ready()
     wait_until(scene.runs, scene.story)
     refused = scene.onefold("restored", "--actor", "ada", "--reason", "backup of Monday")
     assert refused.returncode == 1
@@ -105,5 +101,4 @@ def test_restored_shuts_out_whoever_is_still_there(scene: Scene) -> None:
     wait_until(lambda: "lease_lost" in worker.printed, scene.story)
     (note,) = scene.ask(lambda app: app.store.entries("restored")).values()
     assert json.loads(note.value) == {"actor": "ada", "reason": "backup of Monday"}
-    worker.signal_twice()
-    assert worker.wait() == 0
+    assert worker.stop() == 0

@@ -70,3 +70,9 @@ class Bench:
 def bench(store_url: str) -> Bench:
     """Each store in turn."""
     return Bench(store_url)
+
+
+@pytest.fixture
+def sqlite_bench(sqlite_url: str) -> Bench:
+    """For what is the same on every store."""
+    return Bench(sqlite_url)

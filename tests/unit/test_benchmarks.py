@@ -51,6 +51,15 @@ def test_the_best_peer_is_chosen_anew_in_every_round() -> None:
     assert measured.ratio("S8", BEST) == pytest.approx((4 / 2 + 4 / 4) / 2)
 
 
+def test_a_round_that_failed_is_left_out_of_the_ratio_and_told() -> None:
+    measured = results(S4={OURS: [10, 20, 30], RAW: [10]})
+    measured.add({"S4": {RAW: [15]}}, number=2)
+    measured.reasons["S4", RAW] = "failed: too slow"
+    raw = measured.compare("S4")[0]
+    assert raw.ratio == pytest.approx((10 / 10 + 30 / 15) / 2)
+    assert raw.said == "failed: too slow"
+
+
 def test_a_bar_may_stand_on_another_row_of_ours() -> None:
     measured = results(S1={OURS: [100]}, S2={OURS: [600]})
     (comparison,) = measured.compare("S2")
@@ -64,14 +73,21 @@ def test_a_contender_that_failed_is_a_line_with_its_reason() -> None:
     assert said == {RAW: "", "pgqueuer": "failed: no route", "graphile": "not measured"}
 
 
+def test_a_reason_names_no_address_and_no_directory() -> None:
+    measured = results()
+    measured.fail(
+        "S4", "huey", "failed: GET https://pip.example.org/simple/huey: no such file /home/me/x.txt, 1/2 done"
+    )
+    assert measured.reasons["S4", "huey"] == "failed: GET … no such file …, 1/2 done"
+
+
 def test_what_is_not_built_is_said_once_and_the_others_keep_their_figures() -> None:
     measured = results(S7={RAW: [900], "absurd": [128]})
     measured.reasons["S7", OURS] = "not built"
     shown = [(line[2], line[3], line[4], line[-1]) for line in lines([measured], WORKLOADS)]
     assert shown == [
-        ("–", "", "", "not built"),
-        ("", RAW, "900", "not measured"),
-        ("", "absurd", "128", "not measured"),
+        ("–", RAW, "900", "not built"),
+        ("", "absurd", "128", ""),
     ]
 
 

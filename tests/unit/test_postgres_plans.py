@@ -11,11 +11,12 @@ from test_postgres_engine import claim, envelope, opened, run
 
 from onefold.clock import SystemClock
 from onefold.envelope import Envelope
+from onefold.errors import LeaseLostError
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lane, Lease, Query
 from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.arrays import numbers, teach, texts
-from onefold.stores.postgres.statements import SQL
 from onefold.stores.postgres.session import FIRST_ID
+from onefold.stores.postgres.statements import SQL
 
 _clock = SystemClock()
 FAILURE = Failure(reason="exception", error_type="ValueError", error_message="no")
@@ -133,12 +134,17 @@ def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -
                 for outcome in (Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack()):
                     assert await store.settle([(lease, outcome) for lease in strangers]) == [False] * 4
                     assert await store.settle([(strangers[0], outcome)]) == [False]
+                with pytest.raises(LeaseLostError):
+                    await _conclude(store, strangers[0])
                 await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
                 await store.settle([(lease, Done(b"1", key_window=0)) for lease in await claim(store)])
             await store.put([envelope(f"k{n}") for n in range(10_000)])
             leases = await claim(store, 400)
             assert await store.extend(leases, lease=30) == [True] * 400
             await asyncio.gather(*(store.put([envelope("same")]) for _ in range(4)))
+            for _ in range(10):
+                await _conclude(store, leases.pop())
+            leases += await claim(store, 10)
             for n, outcome in enumerate((Done(b"1"), Dead(FAILURE), Again(1, FAILURE), HandBack())):
                 those = leases[n * 100 : n * 100 + 100]
                 assert await store.settle([(lease, outcome) for lease in those]) == [True] * 100
@@ -149,6 +155,11 @@ def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -
         assert read["message"] < 1_000
 
     run(scenario)
+
+
+async def _conclude(store: PostgresStore, lease: Lease) -> None:
+    async with store.transaction() as transaction:
+        await transaction.conclude([(lease, Done(b"1"))])
 
 
 def _rows_read(url: str) -> dict[str, int]:

@@ -198,7 +198,8 @@ def test_a_transaction_begins_with_its_first_statement_and_ends_with_its_last(po
                 assert _ours(seen) == [f"before {BEGIN}", "before SELECT %s", f"after {BEGIN}", "after SELECT %s"]
                 seen.clear()
                 await transaction.conclude([(leases[0], Done(b"1"))])
-                sent = [f"before {SQL['settle_one']}", "before COMMIT", f"after {SQL['settle_one']}", "after COMMIT"]
+                texts = [SQL["settle_planned"], SQL["settle_one"], "COMMIT"]
+                sent = [f"{moment} {text}" for moment in ("before", "after") for text in texts]
                 assert _ours(seen) == sent
                 with pytest.raises(StoreError, match="too late"):
                     await transaction.settle([(leases[1], Done(b"1"))])
@@ -307,7 +308,7 @@ def test_a_batch_of_successes_is_one_statement(postgres_url: str) -> None:
             await store.settle([])
             seen.clear()
             await store.settle([(lease, Done(b"1")) for lease in leases])
-            assert _ours(seen) == [SQL["settle_end"]] * 2
+            assert _ours(seen) == [SQL["settle_done"]] * 2
             seen.clear()
             await store.put([envelope("one")])
             assert _ours(seen) == [SQL["put_one"]] * 2

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from onefold.inside import outside
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -35,7 +37,7 @@ class Coalescer(Generic[Item, Answer]):
         answer: asyncio.Future[list[Answer]] = loop.create_future()
         self._waiting.append((items, answer))
         if self._task is None:
-            self._task = loop.create_task(self._drain())
+            self._task = loop.create_task(self._drain(), context=outside())
         return await answer
 
     async def _drain(self) -> None:

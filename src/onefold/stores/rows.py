@@ -50,6 +50,23 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
         due,
         expires,
     ) = row[:14]
+    if packed is None:
+        # The common message, by the thousand: what it does not have is not written out.
+        return Envelope(
+            id=id_,
+            message_type=type_,
+            schema_version=version,
+            queue=queue,
+            idempotency_key=key,
+            correlation_id=correlation,
+            causation_id=causation,
+            subject=subject,
+            created_at=created,
+            retention=retention,
+            payload_inline=payload,
+            due_at=due,
+            expires_at=expires,
+        )
     headers = unpack_headers(packed)
     return Envelope(
         id=id_,

@@ -9,10 +9,11 @@ from typing import ParamSpec, TypeVar
 from onefold import limits
 from onefold.app import App
 from onefold.clock import MICROSECONDS
+from onefold.context import Context
 from onefold.errors import ConfigurationError
+from onefold.inside import current
 from onefold.registry import Task
 from onefold.store import Lease
-from onefold.transaction import Context, current
 
 P = ParamSpec("P")
 R = TypeVar("R")

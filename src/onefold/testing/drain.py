@@ -18,7 +18,8 @@ async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> 
     """Handle every message and return how many were settled; the app must be open.
 
     On an app with a ``FakeClock`` time then advances to the next due message, and so on until no message is alive:
-    retries, delays and leases of dead workers cost no real time.
+    retries, delays and leases of dead workers cost no real time.  What is parked until somebody records or a person
+    acts is left as it is.
     With ``advance=False``, or on a real clock, it returns as soon as nothing is due.
     Raises ``AssertionError``, naming messages, when some are still alive after ``rounds`` rounds.
     """
@@ -46,8 +47,8 @@ async def _alive(app: App) -> list[Record]:
     found: list[Record] = []
     after = ""
     while True:
-        page = await app.find(Query(states=(State.SCHEDULED, State.LEASED), after=after))
-        found += page
+        page = await app.find(Query(states=(State.SCHEDULED, State.LEASED, State.PARKED), after=after))
+        found += [record for record in page if record.envelope.due_at < limits.INSTANT_MAX]
         if len(page) < limits.PAGE:
             return found
         after = page[-1].envelope.id

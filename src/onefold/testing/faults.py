@@ -15,6 +15,7 @@ from onefold import limits
 from onefold.clock import Clock, SystemClock
 from onefold.envelope import Envelope
 from onefold.errors import StoreUnavailableError
+from onefold.step import Step
 from onefold.store import (
     Act,
     Attempt,
@@ -176,6 +177,12 @@ class FaultyStore:
     async def find(self, query: Query) -> list[Record]:
         return await self.call("find", lambda: self._store.find(query))
 
+    async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
+        return await self.call("record", lambda: self._store.record(owner, steps))
+
+    async def steps(self, message_id: str) -> list[Step]:
+        return await self.call("steps", lambda: self._store.steps(message_id))
+
     async def attempts(self, message_id: str) -> list[Attempt]:
         return await self.call("attempts", lambda: self._store.attempts(message_id))
 
@@ -226,6 +233,12 @@ class FaultyTransaction:
         await self._opened.conclude(settlements)
         self._store.after("transaction.settle", settle)
         self._store.after("commit", commit)
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+        return await self._store.call("transaction.record", lambda: self._opened.record(owner, steps, act=act))
+
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        return await self._store.call("transaction.rewind", lambda: self._opened.rewind(message_id, step, act))
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         return await self._store.call("transaction.move", lambda: self._opened.move(ids, to, act))

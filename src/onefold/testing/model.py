@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
-from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, PutOptions, Record, State, Stored
+from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, PutOptions, Record, State, Stored
 
 IDEMPOTENCY, DEDUPLICATION = "idempotency", "deduplication"
 
@@ -37,6 +37,10 @@ class Message:
     body_until: int = 0
     body: bool = True
     result: bytes | None = None
+    #: How much others have recorded, at how much it is due while parked, and the signals among it.
+    wake: int = 0
+    wake_target: int = 0
+    told: set[str] = field(default_factory=set)
 
     def allows(self, record: Record, now: int) -> bool:
         """Whether this is what the store may show of it now; remembers the fence."""
@@ -78,7 +82,7 @@ class Model:
                 return Stored(e.id, first.state)
             if kind == IDEMPOTENCY and held.fingerprint != e.fingerprint:
                 return Stored(held.message_id, first.state, clash=True)
-            if options.if_dead == "redrive":
+            if options.if_dead == "redrive" and first.state is State.DEAD:
                 self.redrive(held.message_id)
             return Stored(held.message_id, first.state, duplicate=True)
         for kind, key in named:
@@ -110,7 +114,7 @@ class Model:
     def _free(self, m: Message) -> bool:
         if m.state is State.LEASED:
             return m.lease_until <= self.now
-        return m.state is State.SCHEDULED and m.due_at <= self.now
+        return m.state in (State.SCHEDULED, State.PARKED) and m.due_at <= self.now
 
     def claim(self, leases: Sequence[Lease], limit: int, seconds: float) -> None:
         """Check that a claim of the store was right, and follow it; which of two equally due goes first is free."""
@@ -121,7 +125,7 @@ class Model:
         assert [m.due_at for m in taken] == [m.due_at for m in free[: len(taken)]]
         for lease, m in zip(leases, taken, strict=True):
             assert lease.fence > m.fence
-            assert (lease.attempt, lease.replay_count) == (m.attempt + 1, m.replay_count)
+            assert (lease.attempt, lease.replay_count, lease.wake) == (m.attempt + 1, m.replay_count, m.wake)
             m.state, m.fence, m.holder, m.claimed = State.LEASED, lease.fence, lease.fence, True
             m.lease_until = self.now + round(seconds * MICROSECONDS)
 
@@ -147,6 +151,8 @@ class Model:
             m.kept_until = self.now + round(outcome.key_window * MICROSECONDS)
             m.body_until = self.now + round(outcome.body_retention * MICROSECONDS)
             m.result = outcome.result if isinstance(outcome, Done) else None
+        elif isinstance(outcome, Parked):
+            self._park(m, outcome)
         else:
             m.state = State.SCHEDULED
             m.fence += 1
@@ -156,17 +162,45 @@ class Model:
         m.attempt = lease.attempt if counted else lease.attempt - 1
         if not isinstance(outcome, Done | HandBack) and outcome.failure is not None:
             m.failures += 1
-        for child in outcome.sends if isinstance(outcome, Done) else ():
+        for child in outcome.sends if isinstance(outcome, Done | Parked) else ():
             self.put(child, PutOptions())
+        return True
+
+    def _park(self, m: Message, outcome: Parked) -> None:
+        m.fence += 1
+        m.wake_target = outcome.seen + outcome.awaits if outcome.awaits else limits.INTEGER_MAX
+        delay = None if outcome.delay is None else round(outcome.delay * MICROSECONDS)
+        m.due_at = limits.INSTANT_MAX if delay is None else self.now + delay
+        m.state = State.PARKED
+        self._wake(m)
+
+    def _wake(self, m: Message) -> None:
+        if m.state is State.PARKED and m.wake >= m.wake_target:
+            m.state, m.due_at = State.SCHEDULED, min(m.due_at, self.now)
+
+    def tell(self, id_: str, signal: str) -> bool:
+        """Let somebody record a signal; says whether the message is there to be told."""
+        m = self.messages.get(id_)
+        if m is None or (m.state.ended and m.state is not State.DEAD):
+            return False
+        if signal not in m.told:
+            m.told.add(signal)
+            # A message that is redriven begins to count anew.
+            m.wake += not m.state.ended
+            self._wake(m)
         return True
 
     # operators
 
     def redrive(self, id_: str) -> bool:
-        """Reopen a dead letter whose body and key are still its own."""
+        """Reopen a dead letter whose body and key are still its own, or let a parked message go on."""
         m = self.messages.get(id_)
+        if m is not None and m.state is State.PARKED:
+            m.state, m.due_at, m.fence = State.SCHEDULED, min(m.due_at, self.now), m.fence + 1
+            return True
         if m is None or m.state is not State.DEAD or not m.body or (m.kept_until or 0) <= self.now:
             return False
+        m.wake = 0
         m.state, m.due_at, m.attempt, m.kept_until = State.SCHEDULED, self.now, 0, None
         m.replay_count, m.fence = m.replay_count + 1, m.fence + 1
         return True

@@ -19,7 +19,7 @@ from onefold.retry import RetryPolicy
 from onefold.store import Query, Record
 from onefold.testing.checker import Journal
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-from onefold.transaction import Context
+from onefold.context import Context
 
 #: The world's own tables: what handlers do, and what producers write together with what they send.
 TABLES = (

@@ -38,7 +38,12 @@ _NETWORK = {
 _EVERYWHERE = {"idle_in_transaction_session_timeout": "30s"}
 #: Our own statements are all meant for an index.  Planned while the tables were still empty they would get none,
 #: and a prepared statement keeps its plan.
-_CONTROL = {**_EVERYWHERE, "enable_seqscan": "off", "default_transaction_isolation": "read committed"}
+_CONTROL = {
+    **_EVERYWHERE,
+    "enable_seqscan": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "default_transaction_isolation": "read committed",
+}
 
 Role = Literal["control", "put", "settle", "spare", "handlers", "listen", "migrate"]
 
@@ -69,9 +74,8 @@ _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.02, 1.0
 
 #: A statement that psycopg runs for a caller is prepared when it was run this often.
 _PREPARE_AFTER = 5
-#: These only insert, or find what they change only in the way that was said right before: whatever is in the tables,
-#: there is one plan for them.
-_PLANNED_ALIKE = frozenset({"put", "put_one", "put_key", "settle_planned", "settle_one"})
+#: These only insert: whatever is in the tables, there is one way to do it.
+_PLANNED_ALIKE = frozenset({"put", "put_unkeyed", "put_one", "put_key"})
 
 _machine = SystemClock()
 _chance = system_random()

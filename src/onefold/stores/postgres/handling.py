@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from psycopg.rows import tuple_row
 
 from onefold.stores.postgres.exchange import Answer
 from onefold.stores.postgres.faults import is_gone
-from onefold.stores.postgres.statements import Query, translated_statement
+from onefold.stores.postgres.statements import OURS, Query, translated_statement
 from onefold.stores.postgres.wire import Named, Parameters, Row, Wire, load_rows
 
 #: Makes another connection in place of one that was lost before anything was done on it.
@@ -75,9 +75,15 @@ class HandlerWire(Wire):
         return await self._ask(queries, texts)
 
     async def _replace(self, renew: Renew) -> None:
+        how = self._begin
         await self.close()
-        self._use(await renew())
-        await self.begin(renew, self._begin)
+        connection = await renew()
+        if not self._in_transaction:
+            # Ended meanwhile, as by its limit: what comes too late must not begin another in its place.
+            await connection.close()
+            raise psycopg.OperationalError("the transaction was ended while its connection was lost")
+        self._use(connection)
+        await self.begin(renew, how)
 
     def share(self) -> AsyncConnection[Any]:
         """Return the driver's connection, inside the transaction if there is one."""
@@ -91,6 +97,10 @@ class HandlerWire(Wire):
     async def commit(self, *last: Named) -> None:
         if last or not self._opening:
             await super().commit(*last)
+
+    def _last_query(self, name: str, parameters: Mapping[str, Any]) -> Query:
+        # Nothing of the caller's comes after these, so they may say how they are planned, and keep that plan.
+        return OURS[name].query(parameters, prepared=self.prepares)
 
     async def end(self) -> None:
         """Leave the connection to the next caller, or closed."""

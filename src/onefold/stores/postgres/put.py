@@ -18,11 +18,11 @@ from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
-from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
-from onefold.stores.postgres.wire import Speaker
+from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers, texts
+from onefold.stores.postgres.wire import Named, Speaker
 
-#: Messages in one statement: enough to forget the round trip, few enough for the server's memory.
-CHUNK = 5_000
+#: Messages in one statement: enough to forget what a statement costs, few enough for the server's working memory.
+CHUNK = 1_000
 #: Each round is lost only to somebody who won, so this many in a row are not bad luck.
 _ROUNDS_MAX = 20
 
@@ -41,44 +41,50 @@ class _Wanted(NamedTuple):
     holder: str | None
 
 
-async def store_fresh(
-    wire: Speaker, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True
-) -> list[bool]:
-    """Store messages together with their keys; False for each that was there before, or whose key was.
+async def store_fresh(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True) -> set[str]:
+    """Store messages together with their keys, in one round trip; return the ids of those whose key was taken.
 
     With ``keyed`` false the keys have been taken already.
     """
     if len(envelopes) == 1:
-        return [bool(await wire.rows("put_one", _one(envelopes[0], now, keyed)))]
-    parameters: dict[str, Any] = {
-        "now": now,
+        (e,) = envelopes
+        stored = await wire.rows("put_one", _one(e, now, keyed and e.keyed))
+        return {e.id} if keyed and e.keyed and not stored else set()
+    with_key = [e for e in envelopes if e.keyed] if keyed else []
+    without = [e for e in envelopes if not e.keyed] if keyed else envelopes
+    statements: list[Named] = [
+        (name, {**_columns(those[start : start + CHUNK]), "now": now})
+        for name, those in (("put", with_key), ("put_unkeyed", without))
+        for start in range(0, len(those), CHUNK)
+    ]
+    return {lost for rows in await wire.rows_of_each(statements) for (lost,) in rows}
+
+
+def _columns(envelopes: Sequence[Envelope]) -> dict[str, Column]:
+    return {
         "ids": ids([e.id for e in envelopes]),
-        "scopes": texts([e.scope if keyed and e.keyed else None for e in envelopes]),
         "types": texts([e.message_type for e in envelopes]),
-        "versions": numbers([e.schema_version for e in envelopes]),
+        "versions": bigints([e.schema_version for e in envelopes]),
         "queues": texts([e.queue for e in envelopes]),
         "keys": texts([e.idempotency_key for e in envelopes]),
         "correlations": texts([e.correlation_id for e in envelopes]),
         "causations": texts([e.causation_id for e in envelopes]),
         "subjects": texts([e.subject for e in envelopes]),
-        "retentions": numbers([e.retention for e in envelopes]),
+        "retentions": bigints([e.retention for e in envelopes]),
         "payloads": blobs([e.payload_inline for e in envelopes]),
         "headers": blobs([pack_headers(e) for e in envelopes]),
         "fingerprints": blobs([e.fingerprint for e in envelopes]),
-        "delays": numbers([e.delay for e in envelopes]),
-        "dues": numbers([e.due_at for e in envelopes]),
+        "delays": bigints([e.delay for e in envelopes]),
+        "dues": bigints([e.due_at for e in envelopes]),
+        "claimed_as": texts([e.claimed_as for e in envelopes]),
     }
-    stored = [False] * len(envelopes)
-    for (place,) in await wire.rows("put", parameters):
-        stored[place - 1] = True
-    return stored
 
 
 def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
     return {
         "now": now,
         "id": e.id,
-        "scope": e.scope if keyed and e.keyed else None,
+        "keyed": keyed,
         "type": e.message_type,
         "version": e.schema_version,
         "queue": e.queue,
@@ -92,6 +98,7 @@ def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
         "fingerprint": e.fingerprint,
         "delay": e.delay,
         "due": e.due_at,
+        "claimed_as": e.claimed_as,
     }
 
 
@@ -110,12 +117,8 @@ class Putter:
         answers: dict[str, Stored] = {}
         given = {e.id: e for e in envelopes}
         simple = [e for e in given.values() if e.deduplication_key is None]
-        for start in range(0, len(simple), CHUNK):
-            chunk = simple[start : start + CHUNK]
-            for e, fresh in zip(chunk, await store_fresh(self._wire, self._now, chunk), strict=True):
-                # Without a key only the same id can be in the way: this very message, whose answer was lost.
-                if fresh or not e.keyed:
-                    answers[e.id] = Stored(e.id, State.SCHEDULED)
+        taken = await store_fresh(self._wire, self._now, simple) if simple else set()
+        answers.update((e.id, Stored(e.id, State.SCHEDULED)) for e in simple if e.id not in taken)
         waiting = [e for e in given.values() if e.id not in answers]
         answers.update(await self.contest(waiting, options))
         return [answers[e.id] for e in envelopes]

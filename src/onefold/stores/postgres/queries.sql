@@ -7,52 +7,81 @@
 -- OFFSET 0, never joined to; and "IN (…) IS TRUE" is answered from a hash, where without "IS TRUE" it would be a join.
 
 -- name: put
--- Stands for put_key, put_message and put_delivery.  A message without a scope brings no key.
+-- Stands for put_key, put_message and put_delivery, for messages with a key that is probably free.
 -- Keys are written in their order, so that two senders of the same keys wait for each other in one direction.
--- An id that is already there is a lost answer being asked for again: no row is returned, and no delivery made again.
--- No id may be given twice in one call; ON CONFLICT for deliveries too would cost a fifth of the whole.
+-- Whoever won its key is new, so nothing can be in the way of its message; those who did not are returned.
+-- When all of them won, which is the rule, nobody is looked up.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (
-    SELECT * FROM unnest(%(ids)s::uuid[], %(scopes)s::text[], %(types)s::text[], %(versions)s::int[],
-        %(queues)s::text[], %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
+    SELECT * FROM unnest(%(ids)s::uuid[], %(types)s::text[], %(versions)s::bigint[], %(queues)s::text[],
+        %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
         %(retentions)s::bigint[], %(payloads)s::bytea[], %(headers)s::bytea[], %(fingerprints)s::bytea[],
-        %(delays)s::bigint[], %(dues)s::bigint[])
-    WITH ORDINALITY AS g (id, scope, message_type, schema_version, queue, idempotency_key, correlation_id,
-        causation_id, subject, retention, payload, headers, fingerprint, delay, due_at, place)
+        %(delays)s::bigint[], %(dues)s::bigint[], %(claimed_as)s::text[])
+    AS g (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id, subject, retention,
+        payload, headers, fingerprint, delay, due_at, claimed_as)
 ),
 won AS (
     INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
-    SELECT scope, idempotency_key, 0, id, fingerprint, schema_version FROM given WHERE scope IS NOT NULL
-    ORDER BY scope COLLATE "C", idempotency_key COLLATE "C"
+    SELECT message_type, idempotency_key, 0, id, fingerprint, schema_version FROM given
+    ORDER BY message_type COLLATE "C", idempotency_key COLLATE "C"
     ON CONFLICT DO NOTHING
     RETURNING message_id
+),
+all_won AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM won),
+message AS (
+    INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    SELECT id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, (SELECT now FROM clock), retention, payload, headers
+    FROM given WHERE (SELECT yes FROM all_won) OR (id IN (SELECT message_id FROM won)) IS TRUE
+),
+delivery AS (
+    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+        replay_count)
+    SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
+    FROM (
+        SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
+    ) dated
+    WHERE (SELECT yes FROM all_won) OR (id IN (SELECT message_id FROM won)) IS TRUE
+)
+SELECT id::text FROM given WHERE NOT (SELECT yes FROM all_won) AND (id IN (SELECT message_id FROM won)) IS NOT TRUE
+
+-- name: put_unkeyed
+-- The same for messages without a key, or whose keys are taken already.
+-- An id that is already there is a lost answer being asked for again: no delivery is made again.
+-- No id may be given twice in one call; ON CONFLICT for deliveries too would cost a fifth of the whole.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(types)s::text[], %(versions)s::bigint[], %(queues)s::text[],
+        %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
+        %(retentions)s::bigint[], %(payloads)s::bytea[], %(headers)s::bytea[], %(delays)s::bigint[],
+        %(dues)s::bigint[], %(claimed_as)s::text[])
+    AS g (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id, subject, retention,
+        payload, headers, delay, due_at, claimed_as)
 ),
 stored AS (
     INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
         causation_id, subject, created_at, retention, payload, headers)
     SELECT id, message_type, schema_version, queue, idempotency_key, correlation_id,
         causation_id, subject, (SELECT now FROM clock), retention, payload, headers
-    FROM given WHERE scope IS NULL OR id IN (SELECT message_id FROM won)
+    FROM given
     ON CONFLICT (id) DO NOTHING
     RETURNING id
-),
-delivered AS (
-    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-        replay_count)
-    SELECT id, queue, message_type, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
-    FROM (
-        SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
-    ) dated
-    WHERE (id IN (SELECT id FROM stored)) IS TRUE
 )
-SELECT place FROM given WHERE (id IN (SELECT id FROM stored)) IS TRUE
+INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
+SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
+FROM (
+    SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
+) dated
+WHERE (id IN (SELECT id FROM stored)) IS TRUE
 
 -- name: put_one
 -- The same for a single message, which most are: without arrays to unpack and hashes to build.
 WITH won AS (
     INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
-    SELECT %(scope)s::text, %(key)s::text, 0, %(id)s::uuid, %(fingerprint)s::bytea, %(version)s::int
-    WHERE %(scope)s::text IS NOT NULL
+    SELECT %(type)s::text, %(key)s::text, 0, %(id)s::uuid, %(fingerprint)s::bytea, %(version)s::int
+    WHERE %(keyed)s::boolean
     ON CONFLICT DO NOTHING
     RETURNING 1
 ),
@@ -62,13 +91,13 @@ stored AS (
     SELECT %(id)s::uuid, %(type)s::text, %(version)s::int, %(queue)s::text, %(key)s::text, %(correlation)s::text,
         %(causation)s::text, %(subject)s::text, coalesce(%(now)s::bigint, onefold.clock()), %(retention)s::bigint,
         %(payload)s::bytea, %(headers)s::bytea
-    WHERE %(scope)s::text IS NULL OR EXISTS (SELECT FROM won)
+    WHERE NOT %(keyed)s::boolean OR EXISTS (SELECT FROM won)
     ON CONFLICT (id) DO NOTHING
-    RETURNING id, queue, message_type, retention,
+    RETURNING id, queue, retention,
         CASE %(due)s::bigint WHEN 0 THEN created_at + %(delay)s::bigint ELSE %(due)s::bigint END AS due_at
 )
 INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
-SELECT id, queue, message_type, 0, due_at, CASE retention WHEN 0 THEN 0 ELSE due_at + retention END, 1, 0, 0, 0
+SELECT id, queue, %(claimed_as)s::text, 0, due_at, CASE retention WHEN 0 THEN 0 ELSE due_at + retention END, 1, 0, 0, 0
 FROM stored
 RETURNING 1
 
@@ -152,6 +181,7 @@ SELECT now, (SELECT count(*) FROM released) FROM clock
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 -- The few that workers died with are passed over when `crashes_most` is 0.
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
+-- The rows come in no order, because sorting them here would copy them once more.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 picked AS MATERIALIZED (
     SELECT due.id
@@ -174,10 +204,9 @@ taken AS (
 )
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
-    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, (SELECT now FROM clock)
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, 0, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
-ORDER BY array_position(%(queues)s::text[], t.queue), t.due_at, t.id
 
 -- name: claim_crashed
 -- claim for those that workers died with, which are few and have an index of their own.
@@ -204,30 +233,61 @@ taken AS (
 )
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
-    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, (SELECT now FROM clock)
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, 0, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
-ORDER BY array_position(%(queues)s::text[], t.queue), t.due_at, t.id
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
-UPDATE onefold.delivery
-SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint,
-    started = greatest(started, %(starting)s::smallint)
-WHERE id = ANY (%(ids)s::uuid[]) AND lease_until IS NOT NULL
-    AND ((id, fence) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]))) IS TRUE
-RETURNING id::text, fence
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) AS g (id, fence)
+),
+kept AS (
+    UPDATE onefold.delivery
+    SET lease_until = coalesce(%(now)s::bigint, onefold.clock()) + %(lease)s::bigint,
+        started = greatest(started, %(starting)s::smallint)
+    WHERE id = ANY (%(ids)s::uuid[]) AND lease_until IS NOT NULL
+        AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
+    RETURNING id, fence
+)
+SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM kept)) IS NOT TRUE
 
--- name: settle_end
--- Stands for settle_end, settle_outcome and, for messages that failed for good, settle_attempt.
+-- name: settle_done
+-- Stands for settle_end and settle_outcome, for messages that succeeded; those whose lease was stale are returned.
+-- When all of them held theirs, which is the rule, nobody is looked up.
 -- No lease may be given twice in one call.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (
-    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(queues)s::text[], %(attempts)s::int[],
-        %(crashes)s::int[], %(replay_counts)s::int[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
-        %(results)s::bytea[], %(failures)s::bytea[], %(failed_runs)s::int[], %(workers)s::text[])
-    AS g (id, fence, queue, attempt, crashes, replay_count, key_window, body_window, result, failure, failed_runs,
-        worker)
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(queues)s::text[], %(attempts)s::bigint[],
+        %(crashes)s::bigint[], %(replay_counts)s::bigint[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
+        %(results)s::bytea[])
+    AS g (id, fence, queue, attempt, crashes, replay_count, key_window, body_window, result)
+),
+ended AS (
+    DELETE FROM onefold.delivery
+    WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
+    RETURNING id, fence
+),
+all_held AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM ended),
+outcome AS (
+    INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
+        purge_at, result)
+    SELECT id, queue, 3, fence, attempt - 1, crashes, replay_count, now, now + key_window,
+        now + least(key_window, body_window), result
+    FROM given CROSS JOIN clock
+    WHERE (SELECT yes FROM all_held) OR ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
+)
+SELECT id::text, fence FROM given
+WHERE NOT (SELECT yes FROM all_held) AND ((id, fence) IN (SELECT id, fence FROM ended)) IS NOT TRUE
+
+-- name: settle_dead
+-- The same for messages that failed for good, with settle_attempt.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(queues)s::text[], %(attempts)s::bigint[],
+        %(crashes)s::bigint[], %(replay_counts)s::bigint[], %(key_windows)s::bigint[], %(body_windows)s::bigint[],
+        %(failures)s::bytea[], %(failed_runs)s::bigint[], %(workers)s::text[])
+    AS g (id, fence, queue, attempt, crashes, replay_count, key_window, body_window, failure, failed_runs, worker)
 ),
 ended AS (
     DELETE FROM onefold.delivery
@@ -236,21 +296,20 @@ ended AS (
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
-        purge_at, result, failure)
-    SELECT id, queue, CASE WHEN failure IS NULL THEN 3 ELSE 4 END, fence, attempt - 1 + failed_runs, crashes,
-        replay_count, now, now + key_window, now + least(key_window, body_window), result, failure
+        purge_at, failure)
+    SELECT id, queue, 4, fence, attempt - 1 + failed_runs, crashes, replay_count, now, now + key_window,
+        now + least(key_window, body_window), failure
     FROM given CROSS JOIN clock WHERE ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure)
     SELECT id, fence, attempt, now, worker, failure
-    FROM given CROSS JOIN clock
-    WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
+    FROM given CROSS JOIN clock WHERE ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
 )
-SELECT id::text, fence FROM ended
+SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM ended)) IS NOT TRUE
 
 -- name: settle_one
--- settle_end for a single success, which is how a handler with SQL of its own ends.
+-- settle_done for a single success, which is how a handler with SQL of its own ends.
 -- With `strictly` a stale lease is an error, so that the COMMIT which was sent right behind is not carried out.
 WITH ended AS (
     DELETE FROM onefold.delivery WHERE id = %(id)s::uuid AND fence = %(fence)s::bigint
@@ -270,15 +329,15 @@ SELECT CASE WHEN count(*) = 1 THEN true WHEN %(strictly)s::boolean THEN onefold.
 -- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (
-    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::int[], %(delays)s::bigint[],
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::bigint[], %(delays)s::bigint[],
         %(failures)s::bytea[], %(workers)s::text[])
     AS g (id, fence, attempt, delay, failure, worker)
 ),
 again AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
-        attempt = (%(counted)s::int[])[array_position(%(ids)s::uuid[], id)],
-        crashes = crashes + (%(crashed)s::int[])[array_position(%(ids)s::uuid[], id)],
+        attempt = (%(counted)s::bigint[])[array_position(%(ids)s::uuid[], id)],
+        crashes = crashes + (%(crashed)s::bigint[])[array_position(%(ids)s::uuid[], id)],
         due_at = (SELECT now FROM clock) + (%(delays)s::bigint[])[array_position(%(ids)s::uuid[], id)]
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence
@@ -289,13 +348,18 @@ attempt AS (
     FROM given CROSS JOIN clock
     WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM again)) IS TRUE
 )
-SELECT id::text, fence FROM again
+SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM again)) IS NOT TRUE
 
 -- name: settle_hand_back
-UPDATE onefold.delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
-WHERE id = ANY (%(ids)s::uuid[])
-    AND ((id, fence) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]))) IS TRUE
-RETURNING id::text, fence - 1
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) AS g (id, fence)
+),
+back AS (
+    UPDATE onefold.delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
+    WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
+    RETURNING id, fence - 1 AS fence
+)
+SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM back)) IS NOT TRUE
 
 -- name: settle_planned
 -- Comes before settle_one in a handler's transaction, of which it is the last: prepared while the table was small, it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from onefold import limits
@@ -30,7 +30,7 @@ from onefold.store import (
     State,
     Stored,
 )
-from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
+from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers, texts
 from onefold.stores.postgres.put import Putter, store_fresh
 from onefold.stores.postgres.wire import Named, Speaker
 from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
@@ -62,8 +62,8 @@ class Session:
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         return await Putter(self.wire, self._now, self._redrive).put(envelopes, options)
 
-    async def put_fresh(self, envelopes: Sequence[Envelope]) -> list[bool]:
-        """Store messages in one statement; False for each that somebody or something was in the way of."""
+    async def put_fresh(self, envelopes: Sequence[Envelope]) -> set[str]:
+        """Store messages in one statement; return the ids of those whose key was taken."""
         return await store_fresh(self.wire, self._now, envelopes)
 
     async def put_contested(self, envelopes: Sequence[Envelope]) -> list[Stored]:
@@ -106,7 +106,7 @@ class Session:
         parameters: dict[str, Any] = {
             "now": self._now,
             "queues": texts(queues),
-            "floors": numbers(floors),
+            "floors": bigints(floors),
             "types": texts(types),
             "limit": limit,
             "lease": round(lease * MICROSECONDS),
@@ -116,17 +116,23 @@ class Session:
             "suspect_after": limits.SUSPECT_AFTER if lane is Lane.ANY else _NO_LIMIT,
         }
         rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
-        return [lease_of(row, claimed_at=row[18], worker=worker) for row in rows]
+        if len(queues) > 1:
+            place = {queue: number for number, queue in enumerate(queues)}
+            rows.sort(key=lambda row: (place[row[3]], row[12], row[0]))
+        else:
+            rows.sort(key=_by_due_time)
+        return [lease_of(row, claimed_at=row[19], worker=worker) for row in rows]
 
     async def extend(self, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
+        # An id that is not a UUID cannot be in the table.
+        given = [one for one in leases if _ID.fullmatch(one.id)]
         parameters: dict[str, Any] = {
-            # An id that is not a UUID cannot be in the table.
-            **_fenced([(one, None) for one in leases if _ID.fullmatch(one.id)]),
+            **_fenced(given),
             "now": self._now,
             "lease": round(lease * MICROSECONDS),
             "starting": int(starting),
         }
-        held = set(await self.wire.rows("extend", parameters))
+        held = {(one.id, one.fence) for one in given}.difference(await self.wire.rows("extend", parameters))
         return [(one.id, one.fence) in held for one in leases]
 
     # settle
@@ -158,17 +164,27 @@ class Session:
         }
 
     async def _settle_many(self, settlements: Sequence[Settlement]) -> list[bool]:
-        # The first of those who settle the same lease wins; the same message may be there with an older lease.
-        first = {(lease.id, lease.fence): place for place, (lease, _) in reversed(list(enumerate(settlements)))}
-        won: set[tuple[Any, ...]] = set()
-        for statement, kinds, columns in _SETTLES:
-            those = [settlements[place] for place in first.values() if isinstance(settlements[place][1], kinds)]
+        """Settle in one round trip; a message that is given twice, by two of its leases, takes two."""
+        won = [False] * len(settlements)
+        left = list(range(len(settlements)))
+        while left:
+            once = {settlements[place][0].envelope.id: place for place in reversed(left)}
+            those = [settlements[place] for place in once.values()]
+            lost = await self._settle_once(those)
+            for place in once.values():
+                lease = settlements[place][0]
+                won[place] = not lost or (lease.envelope.id, lease.fence) not in lost
+            left = [] if len(once) == len(left) else sorted(set(left).difference(once.values()))
+        return won
+
+    async def _settle_once(self, settlements: Sequence[Settlement]) -> set[tuple[Any, ...]]:
+        """Settle, each message once; return id and fence of those whose lease was stale."""
+        statements: list[Named] = []
+        for kind, (name, columns) in _SETTLES.items():
+            those = [settlement for settlement in settlements if type(settlement[1]) is kind]
             if those:
-                won.update(await self.wire.rows(statement, {**columns(those), "now": self._now}))
-        return [
-            (lease.id, lease.fence) in won and first[lease.id, lease.fence] == place
-            for place, (lease, _) in enumerate(settlements)
-        ]
+                statements.append((name, {**columns(those), "now": self._now}))
+        return {lost for rows in await self.wire.rows_of_each(statements) for lost in rows}
 
     # operators
 
@@ -273,54 +289,69 @@ def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:
     return [e for _, outcome in settlements if isinstance(outcome, Done) for e in outcome.sends]
 
 
-def is_one_statement(settlements: Sequence[Settlement]) -> bool:
-    """Whether these need no transaction around them: one kind of outcome, and nothing sent."""
-    kinds = {Dead if isinstance(outcome, Done) else type(outcome) for _, outcome in settlements}
-    return len(kinds) == 1 and not sends_of(settlements)
+def _by_due_time(row: tuple[Any, ...]) -> tuple[int, str]:
+    return row[12], row[0]
 
 
-def _fenced(settlements: Sequence[tuple[Fenced, Any]]) -> dict[str, Column]:
-    return {
-        "ids": ids([lease.id for lease, _ in settlements]),
-        "fences": numbers([lease.fence for lease, _ in settlements]),
-    }
+def _microseconds(seconds: Sequence[float]) -> Column:
+    known = {one: round(one * MICROSECONDS) for one in set(seconds)}
+    return bigints([known[one] for one in seconds])
 
 
-def _ending(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+def _fenced(leases: Sequence[Fenced]) -> dict[str, Column]:
+    return {"ids": ids([lease.id for lease in leases]), "fences": bigints([lease.fence for lease in leases])}
+
+
+def _ended(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
     leases = [lease for lease, _ in settlements]
-    outcomes = [outcome for _, outcome in settlements]
+    envelopes = [lease.envelope for lease in leases]
     return {
-        **_fenced(settlements),
-        "queues": texts([lease.envelope.queue for lease in leases]),
-        "attempts": numbers([lease.attempt for lease in leases]),
-        "crashes": numbers([lease.crashes for lease in leases]),
-        "replay_counts": numbers([lease.replay_count for lease in leases]),
-        "key_windows": numbers([round(o.key_window * MICROSECONDS) for o in outcomes]),
-        "body_windows": numbers([round(o.body_retention * MICROSECONDS) for o in outcomes]),
-        "results": blobs([o.result if isinstance(o, Done) else None for o in outcomes]),
-        "failures": blobs([encode_failure(o.failure) if isinstance(o, Dead) else None for o in outcomes]),
-        # A run that succeeded is not a failed one, and a message that expired did not run this time.
-        "failed_runs": numbers([int(isinstance(o, Dead) and o.ran) for o in outcomes]),
-        "workers": texts([lease.worker if isinstance(o, Dead) else None for lease, o in settlements]),
+        "ids": ids([e.id for e in envelopes]),
+        "fences": bigints([lease.fence for lease in leases]),
+        "queues": texts([e.queue for e in envelopes]),
+        "attempts": bigints([lease.attempt for lease in leases]),
+        "crashes": bigints([lease.crashes for lease in leases]),
+        "replay_counts": bigints([lease.replay_count for lease in leases]),
+        "key_windows": _microseconds([outcome.key_window for _, outcome in settlements]),
+        "body_windows": _microseconds([outcome.body_retention for _, outcome in settlements]),
     }
 
 
-def _returning(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+def _done(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+    return {**_ended(settlements), "results": blobs([outcome.result for _, outcome in settlements])}
+
+
+def _dead(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+    return {
+        **_ended(settlements),
+        "failures": blobs([encode_failure(outcome.failure) for _, outcome in settlements]),
+        # A message that expired or was quarantined did not run this time.
+        "failed_runs": bigints([int(outcome.ran) for _, outcome in settlements]),
+        "workers": texts([lease.worker for lease, _ in settlements]),
+    }
+
+
+def _again(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
     failures = [outcome.failure for _, outcome in settlements]
     return {
-        **_fenced(settlements),
-        "attempts": numbers([lease.attempt for lease, _ in settlements]),
-        "counted": numbers([lease.attempt if o.counted else lease.attempt - 1 for lease, o in settlements]),
-        "crashed": numbers([int(o.crashed) for _, o in settlements]),
-        "delays": numbers([round(o.delay * MICROSECONDS) for _, o in settlements]),
+        **_fenced([lease for lease, _ in settlements]),
+        "attempts": bigints([lease.attempt for lease, _ in settlements]),
+        "counted": bigints([lease.attempt if o.counted else lease.attempt - 1 for lease, o in settlements]),
+        "crashed": bigints([int(o.crashed) for _, o in settlements]),
+        "delays": _microseconds([o.delay for _, o in settlements]),
         "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
         "workers": texts([lease.worker for lease, _ in settlements]),
     }
 
 
-#: Which statement settles which outcomes.
-_SETTLES = (
-    ("settle_end", (Done, Dead), _ending),
-    ("settle_again", (Again,), _returning),
-    ("settle_hand_back", (HandBack,), _fenced),
-)
+def _handed_back(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
+    return _fenced([lease for lease, _ in settlements])
+
+
+#: Which statement settles which outcome, and with what.
+_SETTLES: Mapping[type[Outcome], tuple[str, Callable[[Sequence[tuple[Lease, Any]]], dict[str, Column]]]] = {
+    Done: ("settle_done", _done),
+    Dead: ("settle_dead", _dead),
+    Again: ("settle_again", _again),
+    HandBack: ("settle_hand_back", _handed_back),
+}

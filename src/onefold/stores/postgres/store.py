@@ -15,7 +15,7 @@ import psycopg
 
 from onefold.clock import Clock
 from onefold.envelope import Envelope
-from onefold.errors import StoreError, StoreUnavailableError
+from onefold.errors import CommitUnknownError, StoreError
 from onefold.store import (
     Attempt,
     Capabilities,
@@ -39,7 +39,7 @@ from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_f
 from onefold.stores.postgres.faults import BlockedError
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
-from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, is_one_statement
+from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, sends_of
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
 from onefold.stores.postgres.transaction import (
     KEEP,
@@ -178,14 +178,11 @@ class PostgresStore:
     async def _flush_puts(self, envelopes: list[Envelope]) -> list[Stored | None]:
         """Store messages whose keys are free, in one statement; None for the others."""
 
-        async def work(wire: Wire, _: bool) -> list[bool]:
+        async def work(wire: Wire, _: bool) -> set[str]:
             return await self._session(wire).put_fresh(envelopes)
 
-        fresh = await self._use("put").run(work)
-        return [
-            Stored(e.id, State.SCHEDULED) if new or not e.keyed else None
-            for e, new in zip(envelopes, fresh, strict=True)
-        ]
+        taken = await self._use("put").run(work)
+        return [None if e.id in taken else Stored(e.id, State.SCHEDULED) for e in envelopes]
 
     async def _flush_contests(self, envelopes: list[Envelope]) -> list[Stored]:
         """Judge messages whose keys are taken."""
@@ -208,7 +205,7 @@ class PostgresStore:
             session = self._session(wire)
             if repeated:
                 return await resolve.settle_again(wire, session, settlements)
-            if is_one_statement(settlements):
+            if not sends_of(settlements):
                 return await session.settle(settlements)
             async with wire.transaction():
                 return await session.settle(settlements)
@@ -279,7 +276,7 @@ class PostgresStore:
             return await self._use("settle").run(lambda wire, _: resolve.was_settled(wire, settled))
         if stored:
             return await self._use("settle").run(lambda wire, _: resolve.was_stored(wire, stored[0]))
-        raise StoreUnavailableError(
+        raise CommitUnknownError(
             "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
         )
 

@@ -11,7 +11,7 @@ from psycopg import AsyncConnection
 
 from onefold import limits
 from onefold.envelope import Envelope
-from onefold.errors import LeaseLostError, StoreError, StoreUnavailableError
+from onefold.errors import CommitUnknownError, LeaseLostError, StoreError, StoreUnavailableError
 from onefold.store import Act, Again, Done, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import is_lost, is_stale, translated
@@ -145,8 +145,19 @@ class OwnTransaction(PostgresTransaction):
                 raise _lost(self.settled[-1][0]) from None
             if not lost:
                 raise translated(error) from error
-            if not await self._was_committed(self):
+            if not await self._resolved():
                 raise StoreUnavailableError("the connection was lost before COMMIT; nothing was written") from error
+
+    async def _resolved(self) -> bool:
+        """Whether it was committed, from whoever knows."""
+        try:
+            return await self._was_committed(self)
+        except CommitUnknownError:
+            raise
+        except StoreUnavailableError as error:
+            raise CommitUnknownError(
+                "the connection was lost during COMMIT, and the server cannot be asked whether it happened"
+            ) from error
 
     async def roll_back(self) -> None:
         """Undo everything; whoever still holds the connection, such as a handler past its limit, holds a closed one."""

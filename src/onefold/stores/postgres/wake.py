@@ -15,6 +15,7 @@ import psycopg
 
 from onefold.clock import SystemClock
 from onefold.errors import OnefoldError
+from onefold.inside import outside
 from onefold.stores.postgres.arrays import texts
 from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.link import Backoff, Link
@@ -45,7 +46,9 @@ class Bell:
     async def wait(self, queues: Sequence[str], timeout: float) -> None:
         """Return when one of the queues is rung, or was since the last time, or after ``timeout`` seconds."""
         if self._listening is not None and self._listener is None:
-            self._listener = asyncio.get_running_loop().create_task(self._listen(self._listening))
+            self._listener = asyncio.get_running_loop().create_task(
+                self._listen(self._listening), context=outside()
+            )
         wanted = frozenset(queues)
         if not wanted & self._rung:
             rung: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,7 +67,7 @@ class Bell:
         self._ring_here(names)
         self._to_notify |= names
         if self._notifier is None:
-            self._notifier = asyncio.get_running_loop().create_task(self._notify())
+            self._notifier = asyncio.get_running_loop().create_task(self._notify(), context=outside())
 
     def _ring_here(self, names: set[str]) -> None:
         self._rung |= names

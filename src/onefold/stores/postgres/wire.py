@@ -91,6 +91,8 @@ class Wire:
     def _query(self, name: str, parameters: Mapping[str, Any]) -> Query:
         return OURS[name].query(parameters, prepared=name in self._prepared)
 
+    _last_query = _query
+
     async def _ask(self, queries: Sequence[Query], texts: Sequence[str]) -> list[PGresult]:
         self._say("before", texts)
         results = await self._exchange.send(queries)
@@ -114,7 +116,7 @@ class Wire:
 
         Raises when the server could only roll back, which it does not call an error.
         """
-        queries = [self._query(*one) for one in last]
+        queries = [self._last_query(*one) for one in last]
         results = await self._ask([*queries, _COMMIT], [*(SQL[name] for name, _ in last), COMMIT])
         if results[-1].command_status != _COMMIT.text:
             raise StoreError("a statement in this transaction had failed, so nothing of it was committed")

@@ -18,7 +18,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
 
 -- name: message_state
-SELECT coalesce(d.state, o.state)
+SELECT coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.id = m.id
 LEFT JOIN onefold_outcome o ON o.id = m.id
@@ -29,7 +29,8 @@ INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
 
 -- name: key_holder
-SELECT k.message_id, k.fingerprint, k.schema_version, k.expires_at, coalesce(d.state, o.state), o.kept_until
+SELECT k.message_id, k.fingerprint, k.schema_version, k.expires_at,
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), o.kept_until
 FROM onefold_key k
 LEFT JOIN onefold_delivery d ON d.id = k.message_id
 LEFT JOIN onefold_outcome o ON o.id = k.message_id
@@ -133,8 +134,8 @@ INSERT INTO onefold_attempt (message_id, fence, attempt, at, worker, failure, de
 -- When its window is over its key may already be another message's, so it is too late then.
 INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
 SELECT o.id, o.queue,
-    m.message_type || CASE WHEN CAST(m.headers AS TEXT) ->> '$.pinned' THEN '@' || m.schema_version ELSE '' END, 0, ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END,
-    o.fence + 1, 0, 0, o.replay_count + 1
+    m.message_type || CASE WHEN CAST(m.headers AS TEXT) ->> '$.pinned' THEN '@' || m.schema_version ELSE '' END, 0,
+    ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END, o.fence + 1, 0, 0, o.replay_count + 1
 FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
 WHERE o.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
 RETURNING id
@@ -222,7 +223,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM json_each(?) given
 JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.id = m.id
@@ -270,7 +272,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.id = m.id
 LEFT JOIN onefold_outcome o ON o.id = m.id

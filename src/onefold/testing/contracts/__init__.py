@@ -18,6 +18,7 @@ from onefold.testing.contracts.bench import Bench, scenario
 from onefold.testing.contracts.claiming import ClaimContract
 from onefold.testing.contracts.concluding import ConcludeContract
 from onefold.testing.contracts.concurrency import ConcurrencyContract
+from onefold.testing.contracts.journal import JournalContract
 from onefold.testing.contracts.keys import KeyContract
 from onefold.testing.contracts.operating import OperatorContract
 from onefold.testing.contracts.purging import PurgeContract
@@ -39,6 +40,7 @@ class StoreContract(
     TransactionContract,
     ConcludeContract,
     SuperviseContract,
+    JournalContract,
     ConcurrencyContract,
 ):
     """The whole contract."""

@@ -22,6 +22,7 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Parked,
     PutOptions,
     Query,
     Record,
@@ -40,6 +41,7 @@ AGAIN = Again(5.0, FAILURE)
 DEAD = Dead(FAILURE)
 #: How long the bench's leases last, in seconds.
 LEASE = 30.0
+PARKED = Parked(LEASE, seen=0)
 
 
 class Bench:

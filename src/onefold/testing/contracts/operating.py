@@ -6,8 +6,8 @@ import pytest
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.store import MOVES, Again, Done, HandBack, Lease, Query, Registered, State
-from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contract, scenario
+from onefold.store import MOVES, Again, Done, HandBack, Lease, Outcome, Query, Registered, State
+from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, PARKED, Bench, Contract, scenario
 
 
 class OperatorContract(Contract):
@@ -249,6 +249,8 @@ async def _bring_to(bench: Bench, state: State | None) -> tuple[str, Lease]:
     lease = await bench.leased()
     if state is State.SCHEDULED:
         await bench.store.settle([(lease, Again(0.0, None, counted=False))])
+    elif state is State.PARKED:
+        await bench.store.settle([(lease, PARKED)])
     elif state is State.DONE:
         await bench.store.settle([(lease, DONE)])
     elif state in (State.DEAD, State.DISCARDED):
@@ -270,6 +272,8 @@ async def _try(bench: Bench, id_: str, lease: Lease, to: State) -> bool:
     if to is State.LEASED:
         bench.clock.advance(LEASE)
         return [one.id for one in await bench.claim()] == [id_]
-    if to in (State.DONE, State.DEAD):
-        return (await bench.store.settle([(lease, DONE if to is State.DONE else DEAD)]))[0]
+    outcomes: dict[State, Outcome] = {State.DONE: DONE, State.DEAD: DEAD, State.PARKED: PARKED}
+    outcome = outcomes.get(to)
+    if outcome is not None:
+        return (await bench.store.settle([(lease, outcome)]))[0]
     return await bench.move(id_, to)

@@ -1,0 +1,132 @@
+"""Stage 7, handle: the same door as ``Context`` for a handler that is a plain function and runs in a thread.
+
+Nothing is implemented a second time: each verb runs the other one's on the worker's event loop and waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import datetime, timedelta
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from onefold.context import Context
+from onefold.effects import Happened, NotHappened
+from onefold.receipt import Receipt
+from onefold.registry import Call, Sendable
+from onefold.threads import Threads
+from onefold.work import Work
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SyncWork:
+    """The verbs of a handler that runs in a thread; each returns when it is done."""
+
+    def __init__(self, work: Work, threads: Threads) -> None:
+        #: What the app's lifespan opened for this worker.
+        self.resources = work.resources
+        self._work = work
+        self._threads = threads
+
+    def execute(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Run SQL in the handler's transaction, which begins with the first call.
+
+        What it changes commits together with the message's outcome, or is rolled back with everything else.
+        """
+        return self._threads.wait(self._work.execute(statement, *parameters))
+
+    def fetch(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Read without beginning a transaction; once one is open, read inside it."""
+        return self._threads.wait(self._work.fetch(statement, *parameters))
+
+    def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
+        """Send a message that leaves only if this handler succeeds."""
+        return self._work.send(task, *args, **kwargs)
+
+    def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
+        """Send many messages that leave only if this handler succeeds."""
+        return self._work.send_many(calls)
+
+    def signal(self, run_id: str, name: str, value: Any = None, *, id: str | None = None) -> None:  # noqa: A002
+        """Tell a run something if this handler succeeds."""
+        self._work.signal(run_id, name, value, id=id)
+
+    def after(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call ``function(…)`` in a thread after the commit, for what may also be missed.
+
+        Best effort: it runs once at most, not at all if the handler fails or the process dies, and its errors are
+        only logged.  A graceful stop waits for it.  What must happen is a message of its own: use ``send``.
+        """
+        self._work.after(self._threads.run, partial(function, *args, **kwargs))
+
+    def check(self) -> None:
+        """Raise ``LeaseLostError`` if somebody else owns the message now, so that no more work is wasted on it."""
+        self._threads.wait(self._work.check())
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the handler's transaction has begun, even if it was ended for being too long."""
+        return self._work.in_transaction
+
+
+class SyncContext(SyncWork):
+    """``Context`` for a handler that is a plain function and runs in a thread."""
+
+    def __init__(self, context: Context, threads: Threads) -> None:
+        super().__init__(context, threads)
+        self._context = context
+        self.message = context.message
+        #: This run's number, counted from 1.
+        self.attempt = context.attempt
+        #: Rises with every owner of the message; for outside stores that refuse a lower one.
+        self.fence = context.fence
+
+    @property
+    def idempotency_key(self) -> str:
+        """The stable name of the work this message asks for."""
+        return self._context.idempotency_key
+
+    @property
+    def scheduled_for(self) -> datetime | None:
+        """The time this run was meant for, in its schedule's time zone; None when it was sent by hand."""
+        return self._context.scheduled_for
+
+    @property
+    def missed(self) -> int:
+        """How many earlier fire times had no run of their own, so that this one stands in for them."""
+        return self._context.missed
+
+    @property
+    def deadline(self) -> datetime:
+        """When the lease runs out unless it is renewed; renewed by itself while the worker lives."""
+        return self._context.deadline
+
+    def upstream_key(self, effect: str) -> str:
+        """Return a key for an outside provider: the same on every retry and redrive of this work."""
+        return self._context.upstream_key(effect)
+
+    def once(
+        self,
+        name: str,
+        call: Callable[[], R],
+        *,
+        reconcile: Callable[[], Happened[R] | NotHappened] | None = None,
+        provider_keeps_keys_for: timedelta | float | None = None,
+    ) -> R:
+        """Make a call to the outside whose effect must not happen twice; see ``Context.once``."""
+        probe = None if reconcile is None else self._in_thread(reconcile)
+        once = self._context.once(
+            name, self._in_thread(call), reconcile=probe, provider_keeps_keys_for=provider_keeps_keys_for
+        )
+        return self._threads.wait(once)
+
+    def _in_thread(self, call: Callable[[], R]) -> Callable[[], Awaitable[R]]:
+        """Let a call block a thread of its own; its return hint still says how its result is kept."""
+
+        @wraps(call)
+        async def run() -> R:
+            return await self._threads.run(call)
+
+        return run

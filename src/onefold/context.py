@@ -1,0 +1,148 @@
+"""Stage 7, handle: what a handler receives, the message it runs for and the only door for its effects."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from onefold.clock import to_datetime
+from onefold.effects import Ledger, Reconcile
+from onefold.envelope import Envelope
+from onefold.errors import HandlerError, UncertainError
+from onefold.identity import upstream_key
+from onefold.journal import read_journal
+from onefold.store import Lease, Store
+from onefold.timetable import zone_of
+from onefold.transaction import Prepare
+from onefold.work import Work
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Context(Work):
+    """What a handler receives: the message it runs for, and the only door for its effects.
+
+    Everything done through it commits together with the message's outcome when the handler returns, or not at all.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        store: Store,
+        prepare: Prepare,
+        resources: Any,
+        held_until: Callable[[], int],
+        step: StepScope | None = None,
+        *,
+        unkeyed: int = 0,
+    ) -> None:
+        # As ``Work`` does it, without the call: one of these is made for every message.
+        self.leases = (lease,)
+        self.resources = resources
+        self._store = store
+        self._prepare = prepare
+        self._unkeyed = unkeyed
+        self.message = lease.envelope
+        #: This run's number, counted from 1.
+        self.attempt = lease.attempt if step is None else step.attempt
+        #: Rises with every owner of the message; for outside stores that refuse a lower one.
+        self.fence = lease.fence
+        #: The name of the step of a workflow that this is; None for a task.
+        self.step = None if step is None else step.name
+        self._scope = step
+        self._ledger = None if step is None else step.ledger
+        self._held_until = held_until
+
+    @property
+    def idempotency_key(self) -> str:
+        """The stable name of the work this message asks for."""
+        return self.message.idempotency_key
+
+    @property
+    def scheduled_for(self) -> datetime | None:
+        """The time this run was meant for, in its schedule's time zone; None when it was sent by hand."""
+        occurrence = self.message.occurrence
+        if occurrence is None:
+            return None
+        return to_datetime(occurrence.scheduled_for).astimezone(zone_of(occurrence.timezone))
+
+    @property
+    def missed(self) -> int:
+        """How many earlier fire times had no run of their own, so that this one stands in for them."""
+        return 0 if self.message.occurrence is None else self.message.occurrence.missed
+
+    @property
+    def deadline(self) -> datetime:
+        """When the lease runs out unless it is renewed; renewed by itself while the worker lives."""
+        return to_datetime(self._held_until())
+
+    def upstream_key(self, effect: str) -> str:
+        """Return a key for an outside provider: the same on every retry and redrive of this work."""
+        work = self.idempotency_key if self.step is None else f"{self.idempotency_key}/{self.step}"
+        return upstream_key(self.message.scope, work, effect)
+
+    async def once(
+        self,
+        name: str,
+        call: Callable[[], Awaitable[R]],
+        *,
+        reconcile: Reconcile[R] | None = None,
+        provider_keeps_keys_for: timedelta | float | None = None,
+    ) -> R:
+        """Make a call to the outside whose effect must not happen twice, and return what it returned.
+
+        The intent is recorded before, the outcome after, each with a commit of its own; a run that finds the outcome
+        returns it without calling.  After a crash in between, or an exception from the call, whether the effect
+        happened is uncertain.  Then ``reconcile`` is asked, which answers ``Happened(value)`` or ``NotHappened()``.
+        Without it the call is made again only while ``provider_keeps_keys_for`` has not passed since the first one:
+        so long the provider knows the call by ``upstream_key``.  Otherwise the message is parked until a person says
+        what happened, with ``app.resolve``.
+        A call that raises ``Retry``, ``Snooze`` or ``Reject`` says that it did nothing.
+        """
+        self.refuse("once()")
+        return await self._effects().once(name, call, reconcile, provider_keeps_keys_for)
+
+    def _effects(self) -> Ledger:
+        if self._ledger is None:
+            lease, store = self.leases[0], self._store
+            self._ledger = Ledger(
+                lease.id, lambda: read_journal(store, lease), lambda steps: store.record(lease, steps)
+            )
+        return self._ledger
+
+    @property
+    def uncertain(self) -> UncertainError | None:
+        """Why a person is needed before this can go on, if one is."""
+        return None if self._ledger is None else self._ledger.uncertain
+
+    def after(self, function: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Await ``function(…)`` after the commit, for what may also be missed: a cache to refresh, a page to ping.
+
+        Best effort: it runs once at most, not at all if the handler fails or the process dies, and its errors are
+        only logged.  A graceful stop waits for it.  What must happen is a message of its own: use ``send``.
+        """
+        if self.step is not None:
+            raise HandlerError("a step has nothing after its commit; make it a step of its own")
+        super().after(function, *args, **kwargs)
+
+    def _cause(self) -> Envelope:
+        return self.message if self._scope is None else self._scope.cause(self.message)
+
+
+class StepScope(msgspec.Struct, frozen=True):
+    """What makes the context of a workflow's step different from that of a task."""
+
+    name: str
+    attempt: int
+    ledger: Ledger | None
+    #: How often a person made the run go back; what it sends then is new.
+    restarts: int
+
+    def cause(self, run: Envelope) -> Envelope:
+        """Return whom the messages of this step go back to: they are named after it, and keyed by its name."""
+        again = f"~{self.restarts}" if self.restarts else ""
+        return msgspec.structs.replace(run, id=f"workflow:{run.id}{again}/{self.name}")

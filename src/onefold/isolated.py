@@ -1,0 +1,233 @@
+"""The process of isolated handlers: imports them, runs one message at a time, and asks its worker for the rest.
+
+Started by ``onefold.isolation`` with two descriptors: the line to the worker, and where to write when all ends badly.
+When the worker is gone, so is this process: nothing it does could be committed any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from onefold import frames
+from onefold.app import App
+from onefold.clock import SystemClock, system_random
+from onefold.context import Context
+from onefold.errors import ConfigurationError, HandlerError, LeaseLostError, StoreUnavailableError
+from onefold.frames import Answered, Asked, Failed, Frame, Ready, Returned, Run, Setup
+from onefold.handling import make_ready, refuse_strays, watched
+from onefold.inside import current
+from onefold.registry import Task
+from onefold.retry import RetryPolicy, decide, failure_of
+from onefold.stepping import in_time
+from onefold.store import Dead, Lease
+from onefold.sync import SyncApp
+from onefold.threads import Threads
+
+
+def main() -> None:
+    """Serve the worker at the other end of the line until it hangs up."""
+    line, evidence = (int(word) for word in sys.argv[1:3])
+    # Neither is for the processes that a handler may start.
+    os.set_inheritable(line, False)
+    os.set_inheritable(evidence, False)
+    faulthandler.enable(file=evidence)
+    asyncio.run(_Process(socket.socket(fileno=line)).serve())
+
+
+class _Process:
+    """The loop of the process: one frame that asks for a run after the other."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = _Line(line)
+        self._threads = Threads()
+        self._resources: dict[App, Any] = {}
+
+    async def serve(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(watched())
+            self._line.open()
+            while (run := await self._line.next_run()) is not None:
+                self._line.say(await self._run(run, stack))
+
+    async def _run(self, run: Run, stack: contextlib.AsyncExitStack) -> Returned | Failed:
+        task: Task[Any, Any] | None = None
+        try:
+            task, app = find_task(run.module, run.task)
+            if app not in self._resources:
+                opened = None if app._lifespan is None else await stack.enter_async_context(app._lifespan())
+                self._resources[app] = opened
+            return await self._handle(run, task, app)
+        except BaseException as error:
+            return _failed(error, run.lease, task)
+
+    async def _handle(self, run: Run, task: Task[Any, Any], app: App) -> Returned:
+        store: Any = _Remote(self._line)
+        context = _Isolated(
+            run.lease,
+            store,
+            app._prepare,
+            self._resources[app],
+            lambda: self._line.deadline,
+            unkeyed=run.unkeyed,
+        )
+        token = current.set(context)
+        try:
+            arguments = task.signature.decode(run.lease.envelope.payload_inline or b"")
+            ready = make_ready(task, context, arguments, self._threads)
+            result = await in_time(ready, task.timeout_seconds, task.name)
+            await refuse_strays(context)
+            return Returned(task.signature.encode_result(result), list(context.sends), list(context.notes))
+        finally:
+            context.close()
+            current.reset(token)
+
+
+def find_task(module: str, name: str) -> tuple[Task[Any, Any], App]:
+    """Import a module and return the task of that name, which it holds itself or on an app it holds."""
+    held = list(vars(importlib.import_module(module)).values())
+    for value in held:
+        app = value.app if isinstance(value, SyncApp) else value
+        task = app.tasks.get(name) if isinstance(app, App) else getattr(value, "task", value)
+        if isinstance(task, Task) and task.name == name and isinstance(task._sender, App):
+            return task, task._sender
+    raise ConfigurationError(f"module {module} holds neither the isolated task {name} nor the app it belongs to")
+
+
+def _failed(error: BaseException, lease: Lease, task: Task[Any, Any] | None) -> Failed:
+    """Decide here, where the exception itself is at hand; the worker is told what it means."""
+    name, text = type(error).__name__, failure_of(error, "failed").error_message
+    if isinstance(error, LeaseLostError):
+        return Failed("lost", name, text)
+    if isinstance(error, StoreUnavailableError):
+        return Failed("unavailable", name, text)
+    policy = RetryPolicy() if task is None else task.retry
+    outcome = decide(policy, lease, error, now=SystemClock().now(), chance=system_random())
+    if isinstance(outcome, Dead):
+        return Failed("failed", name, text, outcome.failure)
+    return Failed("failed", name, text, outcome.failure, outcome.delay, outcome.counted)
+
+
+class _Isolated(Context):
+    """The context of an isolated handler."""
+
+    def after(self, function: Any, *args: Any, **kwargs: Any) -> None:
+        raise HandlerError("an isolated handler has nothing after its commit: its process may be gone; use ctx.send()")
+
+
+class _Remote:
+    """As much of a store as the work of a handler needs, at the other end of the line."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[_Remote]:
+        """The transaction itself is the worker's: it begins with the first statement there, and is ended there."""
+        yield self
+
+    @property
+    def connection(self) -> Any:
+        raise ConfigurationError("an isolated handler has no connection of the driver's; use ctx.execute()")
+
+    async def execute(self, statement: str, parameters: Sequence[Any]) -> Any:
+        return await self._line.ask("execute", statement, parameters)
+
+    async def fetch(self, statement: str, parameters: Sequence[Any]) -> Any:
+        return await self._line.ask("fetch", statement, parameters)
+
+    async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
+        await self._line.ask("check")
+        return [True]
+
+
+class _Line:
+    """The line to the worker.  A thread listens, so that the end of the worker is heard whatever the handler does."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._runs: asyncio.Queue[Run | None] = asyncio.Queue()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._count = 0
+        self._busy = False
+        self._loop: asyncio.AbstractEventLoop
+        #: When the lease runs out, as the worker last said.
+        self.deadline = 0
+
+    def open(self) -> None:
+        """Set up as the worker says, and listen."""
+        self._loop = asyncio.get_running_loop()
+        setup = self._hear()
+        assert isinstance(setup, Setup)
+        sys.path[:] = setup.path
+        os.environ.pop("PYTHONPATH", None)
+        if setup.variable is not None:
+            os.environ["PYTHONPATH"] = setup.variable
+        self.say(Ready())
+        threading.Thread(target=self._listen, name="onefold-line", daemon=True).start()
+
+    async def next_run(self) -> Run | None:
+        """Wait for the next message; None when there will be no more."""
+        return await self._runs.get()
+
+    def say(self, frame: Frame) -> None:
+        """Say something to the worker."""
+        data = frames.write(frame)
+        if isinstance(frame, Returned | Failed):
+            self._busy = False
+        self._line.sendall(data)
+
+    async def ask(self, verb: Literal["execute", "fetch", "check"], statement: str = "", parameters: Any = ()) -> Any:
+        """Have the worker do something, and return the rows."""
+        self._count += 1
+        self.say(Asked(self._count, verb, statement, [frames.pack(value) for value in parameters]))
+        answer = self._asked[self._count] = self._loop.create_future()
+        return await answer
+
+    def _listen(self) -> None:
+        while (frame := self._hear()) is not None:
+            self._busy = True
+            self._loop.call_soon_threadsafe(self._arrive, frame)
+        if self._busy:
+            os._exit(1)
+        self._loop.call_soon_threadsafe(self._runs.put_nowait, None)
+
+    def _hear(self) -> Frame | None:
+        head = self._read(frames.LENGTH.size)
+        return None if head is None else frames.read(self._read(frames.LENGTH.unpack(head)[0]) or b"")
+
+    def _read(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            with contextlib.suppress(ConnectionError):
+                if part := self._line.recv(min(size - len(data), 1 << 20)):
+                    data += part
+                    continue
+            return None
+        return bytes(data)
+
+    def _arrive(self, frame: Frame) -> None:
+        if isinstance(frame, Run):
+            self.deadline = frame.deadline
+            self._runs.put_nowait(frame)
+        elif isinstance(frame, Answered):
+            self.deadline = frame.deadline
+            answer = self._asked.pop(frame.number)
+            if answer.done():
+                return
+            if frame.error is None:
+                answer.set_result(frame.rows)
+            else:
+                answer.set_exception(frames.rebuilt(frame.error))
+
+
+if __name__ == "__main__":
+    main()

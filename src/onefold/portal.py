@@ -1,0 +1,121 @@
+"""Beside the flow: an event loop in a thread of its own, for code that has none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Any, TypeVar
+
+from onefold.errors import StoreError
+from onefold.threads import wait_for
+
+R = TypeVar("R")
+
+
+class _LeftError(Exception):
+    """Ends what a ``with`` block holds open when the block raised; nobody sees it."""
+
+
+class Portal:
+    """Runs coroutines for threads that block; the event loop starts with the first one.
+
+    Safe from many threads at once, and refused after a fork: the loop's thread is not in the child.
+    """
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event
+        self._thread: threading.Thread
+        self._process = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the event loop was started, and not closed since."""
+        return self._loop is not None
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the loop and return what comes of it."""
+        try:
+            loop = self._running()
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return wait_for(coroutine, loop)
+        except concurrent.futures.CancelledError as error:
+            raise StoreError("the app was closed meanwhile") from error
+
+    def start(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Run a coroutine on the loop without waiting for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop soon, if there is one."""
+        if self._loop is not None:
+            self._running().call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """End the event loop; whoever still waits for something on it is told so."""
+        with self._starting:
+            loop, self._loop = self._loop, None
+            if loop is not None and self._process == os.getpid():
+                loop.call_soon_threadsafe(self._stop.set)
+                self._thread.join()
+
+    @contextmanager
+    def entered(self, manager: AbstractAsyncContextManager[R]) -> Iterator[R]:
+        """Hold an asynchronous context manager open for the length of a ``with`` block.
+
+        One task enters and leaves it, as its context variables and time limits want it.
+        """
+        loop = self._running()
+        value: concurrent.futures.Future[R] = concurrent.futures.Future()
+        leave: asyncio.Future[bool] = loop.create_future()
+
+        async def hold() -> None:
+            async with manager as entered:
+                value.set_result(entered)
+                if not await leave:
+                    raise _LeftError
+
+        holding = self.start(hold())
+        either: list[concurrent.futures.Future[Any]] = [value, holding]
+        concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
+        if not value.done():
+            holding.result()  # it could not be entered, and raises why
+        try:
+            yield value.result()
+        except BaseException:
+            loop.call_soon_threadsafe(leave.set_result, False)
+            with suppress(_LeftError):
+                holding.result()
+            raise
+        loop.call_soon_threadsafe(leave.set_result, True)
+        holding.result()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+                # A daemon: a program that ends without closing its app must not wait for ever.
+                self._thread = threading.Thread(
+                    target=lambda: asyncio.run(self._serve(started)), name="onefold-loop", daemon=True
+                )
+                self._thread.start()
+                self._process, self._loop = os.getpid(), started.result()
+            elif self._process != os.getpid():
+                raise StoreError(
+                    "this app was used before a fork, and its thread is not in the child; "
+                    "use it for the first time after the fork"
+                )
+            return self._loop
+
+    async def _serve(self, started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        self._stop = asyncio.Event()
+        started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()

@@ -1,0 +1,226 @@
+"""Journals on one PostgreSQL connection, inside one transaction or as one statement of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import unpack_headers
+from onefold.step import Note, Step
+from onefold.store import Act, Failure, Fenced, Lease, Parked, State
+from onefold.stores import steps as lines
+from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, texts
+from onefold.stores.postgres.wire import Speaker
+from onefold.stores.rows import encode_failure
+
+#: Somebody's lines: whose they are, with the fence if that is to be held, and what they say.
+Recording = tuple[Fenced, Sequence[Step]]
+#: What a line is known by: message, name and kind.
+_Line = tuple[str, str, int]
+
+_decode_failure = msgspec.json.Decoder(Failure).decode
+#: The kind under which a statement says whose lines were taken.
+_WHO = -1
+
+
+class Steps:
+    """The verbs on journals; ``woken`` collects the queues in which something became due."""
+
+    def __init__(self, wire: Speaker, now: int | None, woken: set[str]) -> None:
+        self._wire = wire
+        self._now = now
+        self._woken = woken
+
+    # recording
+
+    async def by_owners(self, recordings: Sequence[Recording]) -> list[list[Step] | None]:
+        """Record for leases, in one statement; None for each that is not held any more."""
+        flat = [(owner.id, step) for owner, steps in recordings for step in steps]
+        fences = [owner.fence for owner, steps in recordings for _ in steps]
+        rows = await self._wire.rows("record_by_owner", {**self._columns(flat), "fences": bigints(fences)})
+        held = {(row[0], row[3]) for row in rows if row[2] == _WHO}
+        stand = await self._stand([one for one, f in zip(flat, fences, strict=True) if (one[0], f) in held], rows)
+        return [
+            [stand[owner.id, step.name, step.kind] for step in steps] if (owner.id, owner.fence) in held else None
+            for owner, steps in recordings
+        ]
+
+    async def by_others(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
+        """Record for a message of somebody else, and wake it; returns nothing when nobody listens."""
+        stand = await self._tell([(message_id, step) for step in steps])
+        return [stand[message_id, step.name, step.kind] for step in steps] if stand else []
+
+    async def tell(self, notes: Sequence[Note]) -> None:
+        """Write into the journals of others."""
+        given = sorted(notes, key=lambda note: note.message_id)
+        await self._tell([(note.message_id, note.step) for note in given if lines.is_id(note.message_id)])
+
+    async def _tell(self, flat: Sequence[tuple[str, Step]]) -> dict[_Line, Step]:
+        rows = await self._wire.rows("record_by_others", self._columns(flat))
+        listens = {row[0] for row in rows if row[2] == _WHO}
+        if missed := [one for one in flat if one[0] not in listens]:
+            # Redriven while the statement waited: it saw the dead letter go, and not yet the message that came.
+            rows += await self._wire.rows("record_by_others", self._columns(missed))
+            listens = {row[0] for row in rows if row[2] == _WHO}
+        told = [one for one in flat if one[0] in listens]
+        new = Counter(row[0] for row in rows if row[2] != _WHO)
+        if new:
+            given = {"ids": ids(list(new)), "counts": bigints(list(new.values())), "now": self._now}
+            for message_id, queue, wake in await self._wire.rows("record_wake", given):
+                lines.check_mailbox(message_id, wake, [step for id_, step in told if id_ == message_id])
+                self._woken.add(queue)
+        return await self._stand(told, rows)
+
+    async def by_hand(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
+        """Record as an operator, for a message that waits or is dead; returns nothing for any other."""
+        released = await self._wire.rows("record_by_hand", {"id": message_id, "now": self._now})
+        if not released:
+            return []
+        self._woken.update(queue for (queue,) in released if queue is not None)
+        return await self.write([(message_id, step) for step in steps])
+
+    async def write(self, flat: Sequence[tuple[str, Step]]) -> list[Step]:
+        """Record for whoever was found to have the right to it."""
+        rows = await self._wire.rows("record_lines", self._columns(flat))
+        stand = await self._stand(flat, rows)
+        return [stand[id_, step.name, step.kind] for id_, step in flat]
+
+    def _columns(self, flat: Sequence[tuple[str, Step]]) -> dict[str, Any]:
+        return {
+            "now": self._now,
+            "ids": ids([id_ for id_, _ in flat]),
+            "names": texts([step.name for _, step in flat]),
+            "kinds": bigints([step.kind for _, step in flat]),
+            "fingerprints": blobs([step.fingerprint for _, step in flat]),
+            "values": blobs([None if lines.is_large(step) else step.value for _, step in flat]),
+        }
+
+    async def _stand(self, flat: Sequence[tuple[str, Step]], rows: Sequence[tuple[Any, ...]]) -> dict[_Line, Step]:
+        """Return the lines that stand: those that are new, and for the others those that were there before."""
+        new = {(id_, name, kind): (at, seq) for id_, name, kind, at, seq in rows}
+        stand: dict[_Line, Step] = {}
+        old: list[tuple[str, Step]] = []
+        for id_, step in flat:
+            known = new.get((id_, step.name, step.kind))
+            if known is None or (id_, step.name, step.kind) in stand:
+                old.append((id_, step))
+            else:
+                stand[id_, step.name, step.kind] = Step(step.name, step.kind, step.value, step.fingerprint, *known)
+        if large := [(id_, step) for id_, step in flat if lines.is_large(step) and (id_, step) not in old]:
+            await self._write_parts(large)
+        return {**await self._read_old(old), **stand} if old else stand
+
+    async def _write_parts(self, large: Sequence[tuple[str, Step]]) -> None:
+        parts = [
+            (id_, lines.blob_name(step), number, part)
+            for id_, step in large
+            for number, part in enumerate(lines.parts_of(step.value))
+        ]
+        for part in parts:  # one by one: each is as much as a statement should carry
+            given: dict[str, Column] = {
+                "ids": ids([part[0]]),
+                "names": texts([part[1]]),
+                "numbers": bigints([part[2]]),
+                "parts": blobs([part[3]]),
+            }
+            await self._wire.rows("record_parts", given)
+
+    async def _read_old(self, old: Sequence[tuple[str, Step]]) -> dict[_Line, Step]:
+        given = {
+            "ids": ids([id_ for id_, _ in old]),
+            "names": texts([step.name for _, step in old]),
+            "kinds": bigints([step.kind for _, step in old]),
+        }
+        found: dict[_Line, Step] = {}
+        for id_, *row in await self._wire.rows("record_stands", given):
+            step = lines.step_of(row)
+            found[id_, step.name, step.kind] = (await self._whole(id_, [step]))[0]
+        return found
+
+    # operators
+
+    async def rewind(self, message_id: str, name: str) -> list[Step]:
+        """Forget a step and what came after it, and schedule the message; a dead one is left as it is."""
+        given = {"id": message_id, "now": self._now}
+        if not lines.later_than(await self.read(message_id), name):
+            return []
+        released = await self._wire.rows("rewind", given)
+        if not released and not await self._wire.rows("rewind_dead", {"id": message_id}):
+            return []
+        self._woken.update(queue for (queue,) in released)
+        # Read again: until the fence rose its owner may have gone on.
+        steps = await self.read(message_id)
+        forgotten = lines.later_than(steps, name)
+        await self._wire.rows("rewind_steps", {"id": message_id, "seqs": bigints([step.seq for step in forgotten])})
+        names = texts([lines.blob_name(step) for step in forgotten])
+        await self._wire.rows("rewind_parts", {"id": message_id, "names": names})
+        await self.write([(message_id, lines.restart_line(steps))])
+        return forgotten
+
+    async def event(self, message_id: str, kind: str, act: Act) -> None:
+        """Write down what a person did."""
+        given = {"now": self._now, "id": message_id, "kind": kind, "actor": act.actor, "reason": act.reason}
+        await self._wire.rows("record_event", given)
+
+    async def reply_for(self, message_ids: Sequence[str], state: State) -> None:
+        """Tell the parents of messages that a person has ended them."""
+        notes: list[Note] = []
+        for id_, headers, replay_count, failure in await self._wire.rows("move_reply", {"ids": ids(message_ids)}):
+            if (reply_to := unpack_headers(headers).reply_to) is not None:
+                known = None if failure is None else _decode_failure(failure)
+                notes.append(lines.reply(reply_to, replay_count, lines.ended_by_hand(id_, state, known)))
+        if notes:
+            await self.tell(notes)
+
+    # reading
+
+    async def read(self, message_id: str) -> list[Step]:
+        """Return a journal in the order in which it was written."""
+        rows = await self._wire.rows("steps", {"id": message_id})
+        return await self._whole(message_id, [lines.step_of(row) for row in rows])
+
+    async def _whole(self, message_id: str, steps: list[Step]) -> list[Step]:
+        """Put the values of large lines together."""
+        if all(step.value is not None for step in steps):
+            return steps
+        parts: dict[str, list[bytes]] = {}
+        for name, data in await self._wire.rows("parts", {"id": message_id}):
+            parts.setdefault(name, []).append(data)
+        return [
+            msgspec.structs.replace(step, value=b"".join(parts[lines.blob_name(step)])) if step.value is None else step
+            for step in steps
+        ]
+
+    async def was_recorded(self, message_id: str, step: Step) -> bool:
+        """After a lost answer: whether its owner's line was written, once nobody can be writing it any more."""
+        await self._wire.rows("record_lock", {"id": message_id})
+        return bool(await self._read_old([(message_id, step)]))
+
+
+def parking(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Any]:
+    """Return what ``settle_park`` needs."""
+    failures = [outcome.failure for _, outcome in settlements]
+    return {
+        "ids": ids([lease.id for lease, _ in settlements]),
+        "fences": bigints([lease.fence for lease, _ in settlements]),
+        "attempts": bigints([lease.attempt for lease, _ in settlements]),
+        "targets": bigints([lines.awaited(outcome) for _, outcome in settlements]),
+        "delays": bigints([_microseconds(outcome) for _, outcome in settlements]),
+        "never": limits.INSTANT_MAX,
+        "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
+        "workers": texts([lease.worker for lease, _ in settlements]),
+    }
+
+
+def _microseconds(outcome: Parked) -> int:
+    return limits.INSTANT_MAX if outcome.delay is None else round(outcome.delay * MICROSECONDS)
+
+
+def lines_of(settlements: Iterable[tuple[Lease, Any]]) -> list[tuple[str, Step]]:
+    """Return what those that parked have to write down."""
+    return [(lease.id, step) for lease, outcome in settlements if type(outcome) is Parked for step in outcome.steps]

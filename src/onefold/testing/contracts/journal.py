@@ -1,0 +1,481 @@
+"""Journals and parking: what an owner records is fenced, what others record wakes, and no wake-up is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.errors import LeaseLostError, LimitError
+from onefold.step import Note, Step, StepKind
+from onefold.store import Dead, Done, Lease, Parked, Query, State
+from onefold.testing.contracts.bench import ACT, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
+
+WAITING = Parked(None, seen=0)
+
+
+def result(name: str, value: bytes = b"1") -> Step:
+    return Step(name, StepKind.RESULT, value, fingerprint=b"print")
+
+
+def signal(id_: str, name: str = "paid", value: bytes = b"7") -> Step:
+    return Step(f"{name}/{id_}", StepKind.SIGNAL, value)
+
+
+async def lines(bench: Bench, id_: str) -> list[tuple[str, str, bytes]]:
+    return [(step.name, step.kind.name, step.value) for step in await bench.store.steps(id_)]
+
+
+async def parked(bench: Bench, outcome: Parked = WAITING, **fields: object) -> Lease:
+    """Send a message, claim it and park it, while nothing else is due."""
+    lease = await bench.leased(**fields)  # type: ignore[arg-type]
+    assert await bench.store.settle([(lease, outcome)]) == [True]
+    return lease
+
+
+class JournalContract(Contract):
+    """What is written down step by step."""
+
+    # By the owner.
+
+    @scenario
+    async def test_what_the_owner_records_is_read_in_its_order(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        assert await bench.store.steps(lease.id) == []
+        first = await bench.store.record(lease, [result("a"), result("b", b"2")])
+        bench.clock.advance(5)
+        await bench.store.record(lease, [Step("a", StepKind.TIMER, b"3")])
+        found = await bench.store.steps(lease.id)
+        assert [(s.name, s.kind, s.value, s.fingerprint) for s in found] == [
+            ("a", StepKind.RESULT, b"1", b"print"),
+            ("b", StepKind.RESULT, b"2", b"print"),
+            ("a", StepKind.TIMER, b"3", b""),
+        ]
+        assert first == found[:2]
+        assert found[2].at - found[0].at == 5 * MICROSECONDS
+        assert [s.seq for s in found] == sorted({s.seq for s in found})
+
+    @scenario
+    async def test_the_first_line_of_a_name_and_kind_stands(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        await bench.store.record(lease, [result("a", b"1")])
+        bench.clock.advance(1)
+        stands, new = await bench.store.record(lease, [result("a", b"2"), result("b", b"3")])
+        assert (stands.value, new.value) == (b"1", b"3")
+        assert stands == (await bench.store.steps(lease.id))[0]
+        assert await lines(bench, lease.id) == [("a", "RESULT", b"1"), ("b", "RESULT", b"3")]
+
+    @scenario
+    async def test_a_stale_lease_records_nothing(self, bench: Bench) -> None:
+        stale = await bench.leased()
+        bench.clock.advance(LEASE)
+        fresh = await bench.claim_only()
+        with pytest.raises(LeaseLostError, match=stale.id):
+            await bench.store.record(stale, [result("a")])
+        async with bench.store.transaction() as transaction:
+            with pytest.raises(LeaseLostError):
+                await transaction.record(stale, [result("a")])
+        assert await bench.store.steps(stale.id) == []
+        assert await bench.store.record(fresh, [result("a")])
+
+    @scenario
+    async def test_a_stale_lease_costs_only_itself(self, bench: Bench) -> None:
+        stale = await bench.leased()
+        bench.clock.advance(LEASE)
+        await bench.claim_only()
+        others = [await bench.leased() for _ in range(5)]
+        asked = [bench.store.record(lease, [result("a")]) for lease in (*others[:2], stale, *others[2:])]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [isinstance(answer, LeaseLostError) for answer in answers] == [False, False, True, False, False, False]
+        assert [await lines(bench, lease.id) for lease in others] == [[("a", "RESULT", b"1")]] * 5
+
+    @scenario
+    async def test_what_is_recorded_in_a_transaction_stays_only_with_it(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        waiting = await parked(bench)
+
+        async def fail() -> None:
+            async with bench.store.transaction() as transaction:
+                await transaction.record(lease, [result("a")])
+                await transaction.record(waiting.id, [signal("1")])
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert await bench.store.steps(lease.id) == await bench.store.steps(waiting.id) == []
+        assert await bench.state(waiting.id) is State.PARKED
+        async with bench.store.transaction() as transaction:
+            await transaction.record(lease, [result("a")])
+            await transaction.record(waiting.id, [signal("1")])
+        assert await lines(bench, lease.id) == [("a", "RESULT", b"1")]
+        assert await bench.state(waiting.id) is State.SCHEDULED
+
+    @scenario
+    async def test_a_large_value_is_kept_in_parts(self, bench: Bench) -> None:
+        """H3: above a mebibyte a result is set aside."""
+        lease = await bench.leased()
+        large = b'"' + b"x" * (2 * limits.STEP_BYTES_INLINE + 7) + b'"'
+        (stands,) = await bench.store.record(lease, [result("large", large)])
+        assert stands.value == large
+        (again,) = await bench.store.record(lease, [result("large", b"1")])
+        assert again.value == large
+        await bench.store.record(lease, [result("limit", b"y" * limits.STEP_BYTES_INLINE)])
+        found = await bench.store.steps(lease.id)
+        assert [step.value for step in found] == [large, b"y" * limits.STEP_BYTES_INLINE]
+
+    # By others.
+
+    @scenario
+    async def test_others_may_record_only_what_concerns_them(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        for kind in StepKind:
+            step = Step("a", kind, b"1")
+            if kind in (StepKind.SIGNAL, StepKind.CHILD, StepKind.TIMER):
+                assert await bench.store.record(lease.id, [step])
+            else:
+                with pytest.raises(ValueError, match="owner"):
+                    await bench.store.record(lease.id, [step])
+        assert len(await bench.store.steps(lease.id)) == 3
+
+    @scenario
+    async def test_nothing_is_recorded_for_whom_it_would_not_reach(self, bench: Bench) -> None:
+        done = await bench.settled(None, DONE)
+        cancelled = await bench.put()
+        await bench.move(cancelled.id, State.CANCELLED)
+        for id_ in (done.id, cancelled.id, bench.message().id, "no-such-message"):
+            assert await bench.store.record(id_, [signal("1")]) == []
+            assert await bench.store.steps(id_) == []
+
+    @scenario
+    async def test_a_dead_letter_is_told_and_knows_when_it_is_redriven(self, bench: Bench) -> None:
+        dead = await bench.settled(None, DEAD)
+        assert await bench.store.record(dead.id, [signal("1")])
+        assert await bench.move(dead.id, State.SCHEDULED)
+        assert (await bench.claim_only()).id == dead.id
+        assert await lines(bench, dead.id) == [("paid/1", "SIGNAL", b"7")]
+
+    @scenario
+    async def test_a_signal_sent_twice_is_one(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(None, 0, awaits=2))
+        other = await bench.another()
+        for store in (bench.store, other, bench.store):
+            (stands,) = await store.record(lease.id, [signal("1")])
+            assert stands.value == b"7"
+        assert await bench.state(lease.id) is State.PARKED
+        assert len(await bench.store.steps(lease.id)) == 1
+        (first,) = await other.record(lease.id, [signal("1", value=b"8")])
+        assert first.value == b"7"
+
+    @scenario
+    async def test_signals_lie_in_the_order_of_their_coming(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        for number in (3, 1, 2):
+            await bench.store.record(lease.id, [signal(str(number))])
+        assert [step.name for step in await bench.store.steps(lease.id)] == ["paid/3", "paid/1", "paid/2"]
+
+    @scenario
+    async def test_a_mailbox_has_a_limit(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        await bench.store.record(lease.id, [signal(str(n)) for n in range(limits.SIGNALS_MAX)])
+        with pytest.raises(LimitError, match="signal"):
+            await bench.store.record(lease.id, [signal("one more")])
+        assert len(await bench.store.steps(lease.id)) == limits.SIGNALS_MAX
+
+    # Parking.
+
+    @scenario
+    async def test_a_parked_message_is_nobodys_until_its_time(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(60.0, 0))
+        record = await bench.record(lease.id)
+        assert (record.state, record.attempt, record.worker) == (State.PARKED, 0, None)
+        assert [one.envelope.id for one in await bench.store.find(Query(states=(State.PARKED,)))] == [lease.id]
+        assert await bench.store.find(Query(states=(State.SCHEDULED, State.LEASED))) == []
+        counts = (await bench.store.count())["default"]
+        assert (counts.parked, counts.scheduled, counts.leased) == (1, 0, 0)
+        assert await bench.store.extend([lease], lease=LEASE) == [False]
+        assert await bench.store.settle([(lease, DONE)]) == [False]
+        bench.clock.advance(59)
+        assert await bench.claim() == []
+        bench.clock.advance(1)
+        again = await bench.claim_only()
+        assert (again.id, again.attempt, again.wake) == (lease.id, 1, 0)
+        assert await bench.state(lease.id) is State.LEASED
+
+    @scenario
+    async def test_what_others_record_wakes_it(self, bench: Bench) -> None:
+        lease = await parked(bench)
+        bench.clock.advance(10 * limits.DAY)
+        assert await bench.claim() == []
+        assert await bench.store.record(lease.id, [signal("1")])
+        assert await bench.state(lease.id) is State.SCHEDULED
+        assert (await bench.claim_only()).wake == 1
+
+    @scenario
+    async def test_it_is_woken_once_when_all_has_come_that_it_awaits(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(None, 0, awaits=3))
+        await bench.store.record(lease.id, [signal("1")])
+        await bench.store.record(lease.id, [signal("2")])
+        assert await bench.claim() == []
+        await bench.store.record(lease.id, [signal("3"), signal("4")])
+        assert (await bench.claim_only()).wake == 4
+
+    @scenario
+    async def test_what_came_before_it_parked_is_not_overlooked(self, bench: Bench) -> None:
+        """B22: the lost wake-up, in the order in which a naive park would lose it."""
+        lease = await bench.leased()
+        await bench.store.record(lease.id, [signal("1")])
+        assert await bench.store.settle([(lease, Parked(None, lease.wake))]) == [True]
+        assert await bench.state(lease.id) is State.SCHEDULED
+        again = await bench.claim_only()
+        assert again.wake == 1
+        assert await bench.store.settle([(again, Parked(None, again.wake))]) == [True]
+        assert await bench.state(lease.id) is State.PARKED
+
+    @scenario
+    async def test_nothing_wakes_what_waits_for_time_or_a_person(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(60.0, 0, awaits=0))
+        await bench.store.record(lease.id, [signal("1")])
+        assert await bench.state(lease.id) is State.PARKED
+        bench.clock.advance(60)
+        assert (await bench.claim_only()).wake == 1
+
+    @scenario
+    async def test_a_due_time_that_has_passed_is_not_put_off_by_a_wake(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(1.0, 0))
+        bench.clock.advance(5)
+        other = await bench.put()
+        await bench.store.record(lease.id, [signal("1")])
+        assert [one.id for one in await bench.claim()] == [lease.id, other.id]
+
+    @scenario
+    async def test_parking_costs_no_attempt_forgives_crashes_and_ends_expiry(self, bench: Bench) -> None:
+        id_ = await bench.crashed(retention=100 * MICROSECONDS)
+        lease = await bench.claim_only()
+        assert (lease.crashes, lease.envelope.expires_at > 0) == (1, True)
+        await bench.store.settle([(lease, Parked(200.0, lease.wake))])
+        bench.clock.advance(200)
+        again = await bench.claim_only()
+        assert (again.id, again.attempt, again.crashes, again.envelope.expires_at) == (id_, 1, 0, 0)
+
+    @scenario
+    async def test_what_parks_takes_its_lines_sends_and_notes_along(self, bench: Bench) -> None:
+        listener = await parked(bench)
+        child = bench.message("child")
+        lease = await bench.leased()
+        told = (Note(listener.id, signal("1")),)
+        outcome = Parked(None, 0, steps=(result("a"),), sends=(child,), notes=told, failure=FAILURE)
+        assert await bench.store.settle([(lease, outcome)]) == [True]
+        assert await lines(bench, lease.id) == [("a", "RESULT", b"1")]
+        assert await bench.state(child.id) is State.SCHEDULED
+        assert await bench.state(listener.id) is State.SCHEDULED
+        assert [one.failure for one in await bench.store.attempts(lease.id)] == [FAILURE]
+
+    @scenario
+    async def test_a_stale_park_leaves_nothing(self, bench: Bench) -> None:
+        listener = await parked(bench)
+        stale = await bench.leased()
+        bench.clock.advance(LEASE)
+        fresh = await bench.claim_only()
+        child = bench.message("child")
+        outcome = Parked(None, 0, steps=(result("a"),), sends=(child,), notes=(Note(listener.id, signal("1")),))
+        assert await bench.store.settle([(stale, outcome)]) == [False]
+        assert await bench.store.steps(stale.id) == await bench.store.steps(listener.id) == []
+        assert await bench.find(child.id) is None
+        assert await bench.store.settle([(fresh, outcome)]) == [True]
+
+    @scenario
+    async def test_handing_back_what_was_woken_leaves_it_claimable(self, bench: Bench) -> None:
+        lease = await parked(bench)
+        await bench.store.record(lease.id, [signal("1")])
+        woken = await bench.claim_only()
+        bench.clock.advance(LEASE)  # its worker died
+        again = await bench.claim_only()
+        assert (again.id, again.fence, again.wake) == (lease.id, woken.fence + 1, 1)
+
+    @scenario
+    async def test_no_wake_up_is_lost_in_a_race(self, bench: Bench) -> None:
+        """B22: parking and telling at the same time, from two stores, again and again."""
+        other = await bench.another()
+        for number in range(40):
+            lease = await bench.leased()
+            telling = (other.record(lease.id, [signal(f"{number}/{n}")]) for n in range(3))
+            parking = bench.store.settle([(lease, Parked(None, lease.wake, awaits=3))])
+            won, *_ = await asyncio.gather(parking, *telling)
+            assert won == [True]
+            again = await bench.claim_only()
+            assert (again.id, again.wake) == (lease.id, 3)
+            assert len(await bench.store.steps(lease.id)) == 3
+            await bench.store.settle([(again, DONE)])
+
+    # Children.
+
+    @scenario
+    async def test_the_end_of_a_child_is_told_to_its_parent_in_the_same_commit(self, bench: Bench) -> None:
+        parent = await parked(bench, Parked(None, 0, awaits=2))
+        done = await bench.settled(None, Done(b'"paid"'), reply_to=f"{parent.id}/charge#1")
+        assert await bench.state(parent.id) is State.PARKED
+        dead = await bench.settled(None, Dead(FAILURE), reply_to=f"{parent.id}/charge#2")
+        assert await bench.state(parent.id) is State.SCHEDULED
+        found = await lines(bench, parent.id)
+        assert [(name, kind) for name, kind, _ in found] == [("charge#1", "CHILD"), ("charge#2", "CHILD")]
+        assert b'"paid"' in found[0][2]
+        assert done.id.encode() in found[0][2]
+        assert b"no such order" in found[1][2]
+        assert dead.id.encode() in found[1][2]
+
+    @scenario
+    async def test_a_child_that_a_person_ends_is_told_too(self, bench: Bench) -> None:
+        parent = await parked(bench, Parked(None, 0, awaits=2))
+        cancelled = await bench.put(reply_to=f"{parent.id}/a#1")
+        assert await bench.move(cancelled.id, State.CANCELLED)
+        dead = await bench.settled(None, DEAD, reply_to=f"{parent.id}/b#1")
+        assert await bench.move(dead.id, State.DISCARDED)
+        found = await lines(bench, parent.id)
+        assert [name for name, _, _ in found] == ["a#1", "b#1"]
+        assert await bench.state(parent.id) is State.SCHEDULED
+
+    @scenario
+    async def test_a_redriven_child_tells_of_its_second_end(self, bench: Bench) -> None:
+        parent = await bench.leased()
+        child = await bench.settled(None, DEAD, reply_to=f"{parent.id}/a#1")
+        assert await bench.move(child.id, State.SCHEDULED)
+        again = await bench.claim_only()
+        assert await bench.store.settle([(again, DONE)]) == [True]
+        assert [name for name, _, _ in await lines(bench, parent.id)] == ["a#1", "a#1@1"]
+
+    @scenario
+    async def test_a_stale_child_tells_nothing(self, bench: Bench) -> None:
+        parent = await parked(bench)
+        stale = await bench.leased(reply_to=f"{parent.id}/a#1")
+        bench.clock.advance(LEASE)
+        await bench.claim_only()
+        assert await bench.store.settle([(stale, DONE)]) == [False]
+        assert await bench.store.steps(parent.id) == []
+
+    @scenario
+    async def test_a_child_whose_parent_is_gone_ends_all_the_same(self, bench: Bench) -> None:
+        parent = await bench.settled(None, DONE)
+        for reply_to in (f"{parent.id}/a#1", f"{bench.message().id}/a#1", "nobody/a#1"):
+            child = await bench.settled(None, DONE, reply_to=reply_to)
+            assert await bench.state(child.id) is State.DONE
+        assert await bench.store.steps(parent.id) == []
+
+    @scenario
+    async def test_many_children_wake_their_parent_once(self, bench: Bench) -> None:
+        number = 200
+        parent = await parked(bench, Parked(None, 0, awaits=number))
+        children = [bench.message(reply_to=f"{parent.id}/a#{n}") for n in range(number)]
+        await bench.store.put(children)
+        leases = await bench.claim(number)
+        half = number // 2
+        for some in (leases[:half], leases[half:-1]):
+            await bench.store.settle([(lease, DONE) for lease in some])
+        assert await bench.claim() == []
+        other = await bench.another()
+        await other.settle([(leases[-1], DONE)])
+        assert (await bench.claim_only()).wake == number
+
+    # People.
+
+    @scenario
+    async def test_an_operator_records_for_a_message_that_waits(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(None, 0, awaits=0))
+        async with bench.store.transaction() as transaction:
+            (stands,) = await transaction.record(lease.id, [Step("mail", StepKind.EFFECT, b"1")], act=ACT)
+            (again,) = await transaction.record(lease.id, [Step("mail", StepKind.EFFECT, b"2")], act=ACT)
+        assert (stands.value, again.value) == (b"1", b"1")
+        assert (await bench.record(lease.id)).fence > lease.fence
+        claimed = await bench.claim_only()
+        assert claimed.id == lease.id
+        async with bench.store.transaction() as transaction:
+            assert await transaction.record(lease.id, [result("a")], act=ACT) == []
+        dead = await bench.settled(None, DEAD)
+        async with bench.store.transaction() as transaction:
+            assert await transaction.record(dead.id, [result("a")], act=ACT)
+        assert await bench.state(dead.id) is State.DEAD
+
+    @scenario
+    async def test_an_operator_lets_a_parked_message_go_on(self, bench: Bench) -> None:
+        lease = await parked(bench, Parked(None, 0, awaits=0))
+        assert await bench.move(lease.id, State.SCHEDULED)
+        assert not await bench.move(lease.id, State.SCHEDULED)
+        assert (await bench.claim_only()).id == lease.id
+
+    @scenario
+    async def test_a_run_goes_back_to_a_step(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        sent = Step("c#1", StepKind.SENT, b"{}")
+        await bench.store.record(lease, [result("a#1"), Step("b#1!0.0", StepKind.RETRY, b"{}"), result("b#1"), sent])
+        await bench.store.record(lease.id, [signal("1"), Step("c#1", StepKind.CHILD, b"{}")])
+        await bench.store.record(lease, [result("d#1")])
+        async with bench.store.transaction() as transaction:
+            assert await transaction.rewind(lease.id, "nothing#1", ACT) == []
+            forgotten = await transaction.rewind(lease.id, "b#1", ACT)
+        assert sorted(step.name for step in forgotten) == ["b#1", "b#1!0.0", "c#1", "c#1", "d#1"]
+        assert [(name, kind) for name, kind, _ in await lines(bench, lease.id)] == [
+            ("a#1", "RESULT"),
+            ("paid/1", "SIGNAL"),
+            ("restart#1", "RESTART"),
+        ]
+        with pytest.raises(LeaseLostError):
+            await bench.store.record(lease, [result("b#1")])
+        assert (await bench.claim_only()).fence > lease.fence
+
+    @scenario
+    async def test_what_is_done_does_not_go_back(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        await bench.store.record(lease, [result("a#1")])
+        await bench.store.settle([(lease, DONE)])
+        async with bench.store.transaction() as transaction:
+            assert await transaction.rewind(lease.id, "a#1", ACT) == []
+        assert len(await bench.store.steps(lease.id)) == 1
+
+    @scenario
+    async def test_a_dead_run_goes_back_and_is_redriven(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        await bench.store.record(lease, [result("a#1"), result("b#1")])
+        await bench.store.settle([(lease, DEAD)])
+        async with bench.store.transaction() as transaction:
+            assert [step.name for step in await transaction.rewind(lease.id, "b#1", ACT)] == ["b#1"]
+            assert await transaction.move([lease.id], State.SCHEDULED, ACT) == [lease.id]
+        assert (await bench.claim_only()).id == lease.id
+
+    # The rest of its life.
+
+    @scenario
+    async def test_a_journal_goes_with_its_message(self, bench: Bench) -> None:
+        lease, other = await bench.leased(), await bench.leased()
+        large = b"x" * (limits.STEP_BYTES_INLINE + 1)
+        await bench.store.record(lease, [result("a"), result("large", large)])
+        await bench.store.record(other, [result("a")])
+        await bench.store.settle([(lease, DONE)])
+        bench.clock.advance(limits.KEY_WINDOW + 1)
+        async with bench.store.transaction() as transaction:
+            await transaction.purge()
+        assert await bench.store.steps(lease.id) == []
+        assert await lines(bench, other.id) == [("a", "RESULT", b"1")]
+
+    @scenario
+    async def test_a_pinned_message_is_taken_only_by_its_version(self, bench: Bench) -> None:
+        """H6: also after a redrive."""
+        stored = await bench.put(pinned=True, schema_version=2)
+        assert await bench.claim(types=("task", "task@1", "task@3")) == []
+        (lease,) = await bench.claim(types=("task@2", "other"))
+        assert (lease.id, lease.envelope.message_type, lease.envelope.pinned) == (stored.id, "task", True)
+        await bench.store.settle([(lease, DEAD)])
+        assert await bench.move(stored.id, State.SCHEDULED)
+        assert await bench.claim(types=("task", "task@1")) == []
+        assert [one.id for one in await bench.claim(types=("task@2",))] == [stored.id]
+        assert [one.envelope.id for one in await bench.store.find(Query(message_type="task"))] == [stored.id]
+
+    @scenario
+    async def test_a_restore_shuts_out_owners_and_leaves_what_is_parked(self, bench: Bench) -> None:
+        lease, waiting = await bench.leased(), await parked(bench)
+        await bench.store.restored()
+        with pytest.raises(LeaseLostError):
+            await bench.store.record(lease, [result("a")])
+        assert await bench.state(waiting.id) is State.PARKED
+        await bench.store.record(waiting.id, [signal("1")])
+        assert {one.id for one in await bench.claim()} == {lease.id, waiting.id}

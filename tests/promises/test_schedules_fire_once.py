@@ -1,0 +1,149 @@
+"""An occurrence of a schedule is put once, whoever looks, however often, however late and by whatever clock."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from onefold import App, Context, Query
+from onefold.schedule import Catchup
+from onefold.testing.clock import FakeClock
+
+if TYPE_CHECKING:
+    from conftest import World
+
+SCHEDULERS = 16
+HOUR, YEAR = timedelta(hours=1), timedelta(days=366)
+
+
+def declare_hourly(world: World, app: App, catchup: Catchup = "all") -> None:
+    @app.recurring("0 * * * *", catchup=catchup, window=timedelta(days=2) if catchup == "all" else None)
+    async def hourly(ctx: Context) -> None:
+        assert ctx.scheduled_for is not None
+        await ctx.execute(world.insert_effect, ctx.scheduled_for.astimezone(UTC).isoformat())
+
+
+def hours(world: World, *numbers: int) -> list[str]:
+    begin = FakeClock().moment
+    return [(begin + number * HOUR).isoformat() for number in numbers]
+
+
+def test_sixteen_schedulers_put_each_occurrence_once(world: World) -> None:
+    """E7, fault 35: all of them look at the same moment, again and again."""
+    apps = [world.app() for _ in range(SCHEDULERS)]
+    for app in apps:
+        declare_hourly(world, app)
+
+    async def scenario() -> None:
+        async with world.running(*apps):
+            for _ in range(5):
+                await asyncio.gather(*(app.work(until_idle=True) for app in apps))
+                world.clock.advance(HOUR)
+            await asyncio.gather(*(app.work(until_idle=True) for app in apps))
+            assert await world.effects(apps[0]) == hours(world, 1, 2, 3, 4, 5)
+            assert len(await apps[0].find(Query())) == 5
+            assert (await apps[0].schedules())["hourly"].fired == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_schedule_made_by_sixteen_at_once_is_one_schedule(world: World) -> None:
+    """E7, E9."""
+    apps = [world.app() for _ in range(SCHEDULERS)]
+    for app in apps:
+        declare_hourly(world, app)
+
+    async def scenario() -> None:
+        async with world.running(*apps):
+            made = [app.schedule(app.tasks["hourly"].call(), "30 * * * *", name="half") for app in apps]
+            await asyncio.gather(*made)
+            world.clock.advance(HOUR / 2)
+            await asyncio.gather(*(app.work(until_idle=True) for app in apps))
+            assert len(await apps[0].find(Query())) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("catchup", ["skip", "last", "all"])
+def test_when_messages_and_keys_are_long_gone_nothing_fires_again(world: World, catchup: Catchup) -> None:
+    """E7, fault 11: what has fired is known by the schedule itself, not by a key that somebody forgets."""
+    app = world.app()
+    declare_hourly(world, app, catchup)
+
+    async def scenario() -> None:
+        async with world.running(app):
+            for _ in range(4):
+                await app.work(until_idle=True)
+                world.clock.advance(HOUR)
+            schedule = (await app.schedules())["hourly"]
+            await schedule.pause()
+            world.clock.advance(timedelta(days=60))
+            async with app.store.transaction() as transaction:
+                await transaction.purge()
+            assert await app.find(Query()) == []
+            await schedule.resume()
+            world.clock.jump(-timedelta(days=60, hours=2))
+            await app.work(until_idle=True)
+            assert await world.effects(app) == hours(world, 1, 2, 3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("catchup", ["skip", "last", "all"])
+@pytest.mark.parametrize(
+    "wrong", [HOUR, YEAR, -HOUR, -YEAR], ids=["hour ahead", "year ahead", "hour back", "year back"]
+)
+def test_a_clock_that_is_wrong_for_a_while_fires_nothing_twice(
+    world: World, catchup: Catchup, wrong: timedelta
+) -> None:
+    """Fault 11: and afterwards every occurrence fires that has not."""
+    app = world.app()
+    declare_hourly(world, app, catchup)
+
+    async def scenario() -> None:
+        async with world.running(app):
+            for _ in range(3):
+                await app.work(until_idle=True)
+                world.clock.advance(HOUR)
+            world.clock.jump(wrong)
+            for _ in range(2):
+                await app.work(until_idle=True)
+                world.clock.advance(timedelta(minutes=10))
+            world.clock.jump(-wrong)
+            for _ in range(10):
+                await app.work(until_idle=True)
+                world.clock.advance(timedelta(minutes=20))
+            # The messages of a wrong clock are due when it is their time, so they come last.
+            effects = await world.effects(app)
+            assert len(effects) == len(set(effects))
+            assert set(hours(world, 1, 2, 5, 6)) <= set(effects)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_clock_is_wrong_fires_by_the_stores(postgres_url: str) -> None:
+    """C19, fault 11: the server's time decides, not the worker's."""
+    from onefold.stores.postgres import PostgresStore
+
+    fast = App(store=PostgresStore(postgres_url), clock=FakeClock(datetime(2099, 12, 31, tzinfo=UTC)))
+    slow = App(store=PostgresStore(postgres_url), clock=FakeClock(datetime(1999, 12, 31, tzinfo=UTC)))
+    for app in (fast, slow):
+
+        @app.recurring("0 0 1 1 *", catchup="all")
+        async def new_year() -> None: ...
+
+    async def scenario() -> None:
+        await fast.migrate()
+        async with fast, slow:
+            for app in (slow, fast):
+                await app.work(until_idle=True)
+                schedule = (await app.schedules())["new_year"]
+                now = await app.store.now()
+                assert abs(schedule.record.made_at - now) < 3_600 * 1_000_000
+                assert schedule.record.watermark == schedule.record.made_at
+                assert await app.find(Query()) == []
+
+    asyncio.run(scenario())
