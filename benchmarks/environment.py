@@ -47,7 +47,7 @@ def _install_modules(peer: Peer, directory: Path) -> None:
     node = node_of(peer)
     npm = node.parents[1] / "lib/node_modules/npm/bin/npm-cli.js"
     (directory / "package.json").write_text('{"private": true}')
-    _run([str(node), str(npm), "install", "--silent", "--prefix", str(directory), *peer.modules])
+    _run([str(node), str(npm), "install", "--loglevel=error", "--prefix", str(directory), *peer.modules])
 
 
 def _run(command: Sequence[str]) -> None:
@@ -63,4 +63,4 @@ def _reason(said: str) -> str:
     """Return the line that says what went wrong."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "npm err"))]
-    return (errors or lines or [""])[-1]
+    return (errors or lines[-1:] or [""])[0]

@@ -28,6 +28,10 @@ class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One thing said."""
 
 
+#: What is done in the worker: SQL, looking after the lease, and the lines of the effect ledger.
+Verb = Literal["execute", "fetch", "check", "record", "steps"]
+
+
 class Setup(_Frame, frozen=True):
     """To the process, first: where Python looks for modules."""
 
@@ -50,11 +54,15 @@ class Run(_Frame, frozen=True):
     deadline: int
 
 
+class Begun(_Frame, frozen=True):
+    """From the process: it has the message; should it die from now on, the message is to blame."""
+
+
 class Asked(_Frame, frozen=True):
-    """From the process: do this in the handler's transaction."""
+    """From the process: do this for the handler."""
 
     number: int
-    verb: Literal["execute", "fetch", "check"]
+    verb: Verb
     statement: str = ""
     parameters: Any = ()
 
@@ -82,20 +90,27 @@ class Returned(_Frame, frozen=True):
     result: bytes
     sends: list[Envelope]
     notes: list[Note]
+    #: The process takes no further message.
+    leaving: bool = False
 
 
 class Failed(_Frame, frozen=True):
-    """From the process: the handler has raised, and what that means; without a delay the message is dead."""
+    """From the process: the handler has raised, and what that means.
 
-    kind: Literal["failed", "lost", "unavailable"]
+    Without a delay the message is dead; without a failure the worker decides, because the handler was not found.
+    """
+
+    kind: Literal["failed", "lost", "unavailable", "uncertain"]
     error: str
     text: str
     failure: Failure | None = None
     delay: float | None = None
     counted: bool = True
+    #: The process takes no further message.
+    leaving: bool = False
 
 
-Frame = Setup | Ready | Run | Asked | Answered | Returned | Failed
+Frame = Setup | Ready | Run | Begun | Asked | Answered | Returned | Failed
 
 _MICROSECOND = dt.timedelta(microseconds=1)
 #: What MessagePack does not know, by number: how it is written as text and read again.

@@ -15,18 +15,27 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from onefold import frames
 from onefold.app import App
 from onefold.clock import SystemClock, system_random
 from onefold.context import Context
-from onefold.errors import ConfigurationError, HandlerError, LeaseLostError, StoreUnavailableError
-from onefold.frames import Answered, Asked, Failed, Frame, Ready, Returned, Run, Setup
+from onefold.errors import (
+    ConfigurationError,
+    HandlerError,
+    LeaseLostError,
+    StoreUnavailableError,
+    UncertainError,
+)
+from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returned, Run, Setup, Verb
 from onefold.handling import make_ready, refuse_strays, watched
 from onefold.inside import current
 from onefold.registry import Task
-from onefold.retry import RetryPolicy, decide, failure_of
+from onefold.retry import decide, failure_of
+from onefold.step import Step
 from onefold.stepping import in_time
 from onefold.store import Dead, Lease
 from onefold.sync import SyncApp
@@ -55,8 +64,13 @@ class _Process:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(watched())
             self._line.open()
-            while (run := await self._line.next_run()) is not None:
-                self._line.say(await self._run(run, stack))
+            leaving = False
+            while not leaving and (run := await self._line.next_run()) is not None:
+                self._line.say(Begun())
+                answer = await self._run(run, stack)
+                # With a thread that could not be ended it is no fit place for another message.
+                leaving = bool(self._threads.abandoned)
+                self._line.say(msgspec.structs.replace(answer, leaving=leaving))
 
     async def _run(self, run: Run, stack: contextlib.AsyncExitStack) -> Returned | Failed:
         task: Task[Any, Any] | None = None
@@ -85,7 +99,13 @@ class _Process:
             ready = make_ready(task, context, arguments, self._threads)
             result = await in_time(ready, task.timeout_seconds, task.name)
             await refuse_strays(context)
+            if context.uncertain is not None:
+                raise context.uncertain
             return Returned(task.signature.encode_result(result), list(context.sends), list(context.notes))
+        except BaseException as error:
+            if context.uncertain is None or error is context.uncertain:
+                raise
+            raise context.uncertain from error
         finally:
             context.close()
             current.reset(token)
@@ -109,8 +129,11 @@ def _failed(error: BaseException, lease: Lease, task: Task[Any, Any] | None) -> 
         return Failed("lost", name, text)
     if isinstance(error, StoreUnavailableError):
         return Failed("unavailable", name, text)
-    policy = RetryPolicy() if task is None else task.retry
-    outcome = decide(policy, lease, error, now=SystemClock().now(), chance=system_random())
+    if isinstance(error, UncertainError):
+        return Failed("uncertain", error.name, text)
+    if task is None:
+        return Failed("failed", name, f"{name}: {text}")
+    outcome = decide(task.retry, lease, error, now=SystemClock().now(), chance=system_random())
     if isinstance(outcome, Dead):
         return Failed("failed", name, text, outcome.failure)
     return Failed("failed", name, text, outcome.failure, outcome.delay, outcome.counted)
@@ -147,6 +170,15 @@ class _Remote:
     async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
         await self._line.ask("check")
         return [True]
+
+    async def record(self, lease: Lease, steps: Sequence[Step]) -> list[Step]:
+        written = await self._line.ask(
+            "record", "", [msgspec.to_builtins(step, builtin_types=(bytes,)) for step in steps]
+        )
+        return msgspec.convert(written, list[Step])
+
+    async def steps(self, message_id: str) -> list[Step]:
+        return msgspec.convert(await self._line.ask("steps"), list[Step])
 
 
 class _Line:
@@ -185,7 +217,7 @@ class _Line:
             self._busy = False
         self._line.sendall(data)
 
-    async def ask(self, verb: Literal["execute", "fetch", "check"], statement: str = "", parameters: Any = ()) -> Any:
+    async def ask(self, verb: Verb, statement: str = "", parameters: Sequence[Any] = ()) -> Any:
         """Have the worker do something, and return the rows."""
         self._count += 1
         self.say(Asked(self._count, verb, statement, [frames.pack(value) for value in parameters]))

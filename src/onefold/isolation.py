@@ -19,13 +19,16 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import IO, Any
 
+import msgspec
+
 from onefold import frames, limits
 from onefold.clock import to_instant
 from onefold.context import Context
-from onefold.errors import HandlerTimeoutError, LeaseLostError, StoreUnavailableError
+from onefold.errors import HandlerError, HandlerTimeoutError, LeaseLostError, StoreUnavailableError, UncertainError
 from onefold.frames import Answered, Asked, Failed, Frame, Returned, Run, Setup
 from onefold.registry import Task
 from onefold.retry import RetryPolicy
+from onefold.step import Step
 from onefold.store import Again, Dead, Failure, Lease
 from onefold.threads import BusyError
 
@@ -79,44 +82,63 @@ class Processes:
         Whatever else happens to the run, lease loss, a stop or the end of its time, its process is killed.
         """
         async with self._room:
-            process = await self._take()
+            process = await self._begin(_run_frame(task, context))
             try:
-                answer = await self._within_its_time(task, process, context)
+                answer = await _within_its_time(task, process.finish(lambda asked: _answer(context, asked)))
             except BaseException:
                 await process.kill()
                 raise
-            self._idle.append(process)
+            if answer.leaving:
+                await process.kill()
+            else:
+                self._idle.append(process)
         if isinstance(answer, Failed):
-            raise _error_of(answer)
+            raise _error_of(answer, context)
         if answer.sends or answer.notes:
             context.buffer.take(answer.sends, answer.notes)
         return task.signature.decode_result(answer.result)
 
-    async def _take(self) -> Process:
+    async def _begin(self, frame: Run) -> Process:
+        """Give a message to a process; one that has died meanwhile, for whatever reason, is not the message's fault."""
         while self._idle:
             process = self._idle.pop()
-            if process.alive:
+            try:
+                await process.begin(frame)
                 return process
-            await process.kill()
-        return await Process.start()
-
-    async def _within_its_time(self, task: Task[Any, Any], process: Process, context: Context) -> Returned | Failed:
-        """The process itself ends its handler in time; the worker comes after it, in case it cannot."""
-        seconds = None if task.timeout_seconds is None else task.timeout_seconds + limits.HANDLER_GRACE
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await process.run(_run_frame(task, context), lambda asked: _answer(context, asked))
-        except TimeoutError as error:
-            if not limit.expired():
+            except CrashedError:
+                await process.kill()
+            except BaseException:
+                await process.kill()
                 raise
-            raise HandlerTimeoutError(
-                f"{task.name} ran longer than {task.timeout_seconds:g} s and did not stop; its process was killed"
-            ) from error
+        process = await Process.start()
+        try:
+            await process.begin(frame)
+        except CrashedError as error:
+            await process.kill()
+            raise BusyError(f"a process for isolated handlers died before it began: {error}") from error
+        except BaseException:
+            await process.kill()
+            raise
+        return process
 
     async def close(self) -> None:
         """End the processes; those that run a handler were killed with their run."""
         await asyncio.gather(*(process.dismiss() for process in self._idle))
         self._idle.clear()
+
+
+async def _within_its_time(task: Task[Any, Any], run: Awaitable[Returned | Failed]) -> Returned | Failed:
+    """The process itself ends its handler in time; the worker comes after it, in case it cannot."""
+    seconds = None if task.timeout_seconds is None else task.timeout_seconds + limits.HARD_TIMEOUT_GRACE
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await run
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise HandlerTimeoutError(
+            f"{task.name} ran longer than {task.timeout_seconds:g} s and did not stop; its process was killed"
+        ) from error
 
 
 def _run_frame(task: Task[Any, Any], context: Context) -> Run:
@@ -128,24 +150,37 @@ async def _answer(context: Context, asked: Asked) -> Answered:
     """Do what a handler asks for, as if it had asked here."""
     rows, error = None, None
     try:
-        if asked.verb == "check":
-            await context.check()
-        else:
-            verb = context.execute if asked.verb == "execute" else context.fetch
-            rows = [frames.pack(row) for row in await verb(asked.statement, *asked.parameters)]
+        rows = await _do(context, asked)
     except Exception as raised:
-        rows, error = None, frames.raised(raised)
+        error = frames.raised(raised)
     return Answered(asked.number, rows, error, to_instant(context.deadline))
 
 
-def _error_of(answer: Failed) -> Exception:
+async def _do(context: Context, asked: Asked) -> Any:
+    if asked.verb == "execute":
+        return [frames.pack(row) for row in await context.execute(asked.statement, *asked.parameters)]
+    if asked.verb == "fetch":
+        return [frames.pack(row) for row in await context.fetch(asked.statement, *asked.parameters)]
+    if asked.verb == "record":
+        return await context._store.record(context.leases[0], msgspec.convert(asked.parameters, list[Step]))
+    if asked.verb == "steps":
+        return await context._store.steps(context.message.id)
+    return await context.check()
+
+
+def _error_of(answer: Failed, context: Context) -> Exception:
     if answer.kind == "lost":
         return LeaseLostError(answer.text)
     if answer.kind == "unavailable":
         return StoreUnavailableError(answer.text)
+    if answer.kind == "uncertain":
+        doubt = context._effects().uncertain = UncertainError(context.message.id, answer.error, "")
+        doubt.args = (answer.text,)
+        return doubt
     if answer.delay is not None:
         return DecidedError(answer.error, answer.text, Again(answer.delay, answer.failure, counted=answer.counted))
-    assert answer.failure is not None
+    if answer.failure is None:
+        return HandlerError(answer.text)
     return DecidedError(answer.error, answer.text, Dead(answer.failure))
 
 
@@ -196,9 +231,13 @@ class Process:
         """Whether it is not known to be over."""
         return not self._ended.done()
 
-    async def run(self, frame: Run, answer: Callable[[Asked], Awaitable[Answered]]) -> Returned | Failed:
-        """Have a handler run, doing what it asks for; raises ``CrashedError`` when the process dies."""
+    async def begin(self, frame: Run) -> None:
+        """Have a handler run; when this returns, the process has begun."""
         await self._say(frame)
+        await self._hear()
+
+    async def finish(self, answer: Callable[[Asked], Awaitable[Answered]]) -> Returned | Failed:
+        """Do what the handler asks for, until it is over; raises ``CrashedError`` when the process dies."""
         while True:
             said = await self._hear()
             if isinstance(said, Asked):

@@ -55,7 +55,8 @@ class Threads:
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
-        self._abandoned: set[_Thread] = set()
+        #: Threads that did not end when they were told to.
+        self.abandoned: set[threading.Thread] = set()
         self._count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -66,8 +67,8 @@ class Threads:
         may be waiting for on the event loop.  A value it returns nevertheless is returned.
         When it does not come to an end within ``HANDLER_GRACE`` it is abandoned.
         """
-        if len(self._abandoned) >= limits.ABANDONED_THREADS_MAX:
-            raise BusyError(f"{len(self._abandoned)} threads of this process hang and cannot be ended")
+        if len(self.abandoned) >= limits.ABANDONED_THREADS_MAX:
+            raise BusyError(f"{len(self.abandoned)} threads of this process hang and cannot be ended")
         self._loop = asyncio.get_running_loop()
         over: asyncio.Future[_Answer] = self._loop.create_future()
         thread = self._idle.pop() if self._idle else self._start()
@@ -115,8 +116,8 @@ class Threads:
 
     def _abandon(self, thread: _Thread, over: asyncio.Future[_Answer], what: str) -> None:
         thread.finish()
-        self._abandoned.add(thread)
-        over.add_done_callback(lambda _: self._abandoned.discard(thread))
+        self.abandoned.add(thread)
+        over.add_done_callback(lambda _: self.abandoned.discard(thread))
         logger.warning("thread_abandoned thread=%s running=%s", thread.name, what)
 
 

@@ -59,7 +59,11 @@ class Work:
 
         What it changes commits together with the message's outcome, or is rolled back with everything else.
         """
-        return await (await self._open()).execute(statement, parameters)
+        transaction = await self._open()
+        try:
+            return await transaction.execute(statement, parameters)
+        finally:
+            self._start_limit()
 
     async def fetch(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Read without beginning a transaction; once one is open, read inside it."""
@@ -70,7 +74,9 @@ class Work:
 
     async def connection(self) -> Any:
         """Return the driver's connection inside the handler's transaction (PostgreSQL only); do not commit it."""
-        return (await self._open()).connection
+        transaction = await self._open()
+        self._start_limit()
+        return transaction.connection
 
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message that leaves only if this handler succeeds."""
@@ -173,9 +179,13 @@ class Work:
         opened = self._store.transaction()
         self._transaction = await opened.__aenter__()
         self._opened = opened
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(limits.TRANSACTION_SECONDS_MAX, self._end_overdue, context=outside())
         return self._transaction
+
+    def _start_limit(self) -> None:
+        # Only now it may hold locks: before its first statement returned it may have waited for those of others.
+        if self._limit is None and not self.over:
+            loop = asyncio.get_running_loop()
+            self._limit = loop.call_later(limits.TRANSACTION_SECONDS_MAX, self._end_overdue, context=outside())
 
     def _end_overdue(self) -> None:
         self._ending = asyncio.get_running_loop().create_task(self._leave(_too_long()))

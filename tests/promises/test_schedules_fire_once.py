@@ -10,7 +10,11 @@ import pytest
 
 from onefold import App, Context, Query
 from onefold.schedule import Catchup
+from onefold.store import Registered
+from onefold.stores import open_store
 from onefold.testing.clock import FakeClock
+from onefold.testing.faults import FaultyStore
+from onefold.ticker import Ticker
 
 if TYPE_CHECKING:
     from conftest import World
@@ -88,6 +92,62 @@ def test_when_messages_and_keys_are_long_gone_nothing_fires_again(world: World, 
             world.clock.jump(-timedelta(days=60, hours=2))
             await app.work(until_idle=True)
             assert await world.effects(app) == hours(world, 1, 2, 3)
+
+    asyncio.run(scenario())
+
+
+class Stopped(FaultyStore):
+    """The store of a worker that stood still after it had read the schedules."""
+
+    read: dict[str, Registered] | None = None
+
+    async def entries(self, kind: str) -> dict[str, Registered]:
+        self.read = self.read or await super().entries(kind)
+        return self.read
+
+
+def test_a_scheduler_that_read_long_ago_puts_nothing(world: World) -> None:
+    """E7, fault 35: it goes on after weeks, when no key is left that could stop it."""
+    app = world.app()
+    stopped = App(store=Stopped(open_store(world.url, clock=world.clock)), clock=world.clock)
+    for one in (app, stopped):
+        declare_hourly(world, one)
+
+    async def scenario() -> None:
+        async with world.running(app, stopped):
+            await stopped.work(until_idle=True)
+            world.clock.advance(HOUR)
+            await app.work(until_idle=True)
+            world.clock.advance(timedelta(days=60))
+            async with app.store.transaction() as transaction:
+                await transaction.purge()
+            ticker = Ticker(stopped.store, world.clock, stopped._chance, stopped._registry, stopped._complete)
+            assert await ticker.tick() == 0  # somebody was quicker, so it is to look again
+            assert await app.find(Query()) == []
+
+    asyncio.run(scenario())
+
+
+def test_an_older_state_of_a_schedule_fires_nothing_whose_key_is_kept(world: World) -> None:
+    """E7: as after somebody restored the register alone."""
+    app = world.app()
+    declare_hourly(world, app)
+
+    async def scenario() -> None:
+        async with world.running(app):
+            await app.work(until_idle=True)
+            older = await app.store.registered("schedule", "hourly")
+            for _ in range(3):
+                world.clock.advance(HOUR)
+                await app.work(until_idle=True)
+            newer = await app.store.registered("schedule", "hourly")
+            assert older is not None
+            assert newer is not None
+            async with app.store.transaction() as transaction:
+                assert await transaction.register("schedule", "hourly", older.value, version=newer.version)
+            await app.work(until_idle=True)
+            assert await world.effects(app) == hours(world, 1, 2, 3)
+            assert len(await app.find(Query())) == 3
 
     asyncio.run(scenario())
 

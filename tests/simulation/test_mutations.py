@@ -7,18 +7,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from onefold import App, Context, State
 from onefold.envelope import Envelope
-from onefold.store import Outcome, PutOptions, Query, Stored
+from onefold.store import Lease, Outcome, PutOptions, Query, Stored
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite import SQLiteStore
-from onefold.stores.sqlite import session as sqlite_session
+from onefold.stores.sqlite import putting as sqlite_putting
+from onefold.stores.sqlite import transaction as sqlite_transaction
+from onefold.stores.sqlite.leasing import fences_of, rows_of
+from onefold.stores.sqlite.session import SQL, Session
+from onefold.stores.sqlite.settling import settle
 from onefold.testing import HastyClock, drain
 from onefold.testing.checker import Effect, Entry, Final, Journal, check
 from onefold.testing.crash import Point, crash_points
 from onefold.testing.simulation import Simulation
+from onefold.work import Work
 
 #: A defect that hides for longer than this would hide in two thousand seeds too often.
 SEEDS_MAX = 400
@@ -40,42 +46,45 @@ def _seed_that_finds(*kinds: str) -> int:
 
 
 def _settle_without_fence(patch: pytest.MonkeyPatch) -> None:
-    """Whoever comes settles, whether or not the message is still theirs."""
-    unfenced = """
-        DELETE FROM onefold_delivery WHERE id IN (SELECT given.value ->> 0 FROM json_each(?1) given)
-        RETURNING id, (
-            SELECT given.value ->> 1 FROM json_each(?1) given WHERE given.value ->> 0 = onefold_delivery.id
-        )"""
-    assert "AND d.fence = " in sqlite_session.SQL["settle_end"]
-    patch.setitem(sqlite_session.SQL, "settle_end", unfenced)
+    """Whoever comes with a handler's work settles, whether or not the message is still theirs."""
+
+    def unfenced(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        numbers = rows_of(session, [lease for lease, _ in settlements])
+        fences = fences_of(session, numbers)
+        for (lease, outcome), seq in zip(settlements, numbers, strict=True):
+            if seq in fences:
+                settle(session, [(msgspec.structs.replace(lease, fence=fences[seq][0]), outcome)])
+
+    patch.setattr(sqlite_transaction, "settle_all", unfenced)
 
 
 def _settle_after_the_commit(patch: pytest.MonkeyPatch) -> None:
     """The handler's rows first, the outcome in a transaction of its own afterwards."""
 
-    async def commit(self: Context, outcome: Outcome) -> None:
+    async def commit(self: Work, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         self._stop_limit()
         await self._leave(None)
         async with self._store.transaction() as transaction:
-            await transaction.conclude([(self._lease, outcome)])
+            await transaction.conclude(settlements)
 
-    patch.setattr(Context, "commit", commit)
+    patch.setattr(Work, "commit", commit)
 
 
 def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
     """First a look whether the key is taken, then, a moment later, an insert that does not look again."""
 
-    def insert(session: sqlite_session.Session, e: Envelope) -> Stored:
-        row = (e.scope, e.idempotency_key, 0, e.id, e.fingerprint, e.schema_version, None)
-        if not session.rows("put_key", *row):
-            session.rows("take_key", *row)
-        session.rows("put_message", *message_row(e, session._clock.now()))
-        session.rows("put_delivery", *sqlite_session._delivery_row(e, session._clock.now()))
+    def insert(session: Session, e: Envelope) -> Stored:
+        seq, now = session.rows("put_last")[0][0] + 1, session.clock.now()
+        row = (e.scope, e.idempotency_key, 0, seq, e.fingerprint, e.schema_version, None)
+        if not session.changes("put_key", [row]):
+            session.run("take_key", *row)
+        session.run("put_message", seq, *message_row(e, now))
+        session.run("put_delivery", *sqlite_putting._delivery_row(e, seq, now))
         return Stored(e.id, State.SCHEDULED)
 
     async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         (e,) = envelopes
-        look = "SELECT message_id FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0"
+        look = "SELECT id FROM onefold_key JOIN onefold_message USING (seq) WHERE scope = ? AND key = ? AND kind = 0"
         for (first,) in await self.fetch(look, (e.scope, e.idempotency_key)):
             return [Stored(first, State.SCHEDULED, duplicate=True)]
         return [await self._write(lambda session: insert(session, e))]
@@ -85,8 +94,7 @@ def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
 
 def _forget_the_dead(patch: pytest.MonkeyPatch) -> None:
     """Leases that run out are never given to anybody else."""
-    statement = sqlite_session.SQL["claim_expired"]
-    patch.setitem(sqlite_session.SQL, "claim_expired", statement.replace("WHERE", "WHERE 0 AND"))
+    patch.setitem(SQL, "claim_expired", SQL["claim_expired"].replace("WHERE", "WHERE 0 AND"))
 
 
 def _answer_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:

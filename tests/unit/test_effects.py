@@ -88,7 +88,8 @@ def test_a_call_is_made_once_and_its_outcome_is_kept(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_the_outcome_has_the_type_of_the_calls_hint_from_the_first_time_on(bench: Bench) -> None:
+def test_the_outcome_has_the_type_of_the_calls_hint_from_the_first_time_on(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     seen: list[Any] = []
 
     async def typed() -> tuple[int, str]:
@@ -159,7 +160,8 @@ def test_an_effect_that_did_not_happen_is_tried_again(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("instruction", [Retry("not yet"), Reject("never")])
-def test_a_call_that_says_so_was_not_done(bench: Bench, instruction: Exception) -> None:
+def test_a_call_that_says_so_was_not_done(sqlite_bench: Bench, instruction: Exception) -> None:
+    bench = sqlite_bench
     calls: list[int] = []
 
     async def call() -> str:
@@ -206,7 +208,8 @@ def test_a_probe_decides_instead_of_a_person(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_probe_that_cannot_tell_is_asked_again(bench: Bench) -> None:
+def test_a_probe_that_cannot_tell_is_asked_again(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     provider, asked = Provider(deaf=1), list[int]()
 
     async def ask() -> Happened[str] | NotHappened:
@@ -228,7 +231,8 @@ def test_a_probe_that_cannot_tell_is_asked_again(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_probe_must_answer(bench: Bench) -> None:
+def test_a_probe_must_answer(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     provider = Provider(deaf=1)
 
     async def ask() -> Any:
@@ -274,7 +278,8 @@ def test_a_keyed_call_is_repeated_only_while_the_provider_keeps_the_key(bench: B
     bench.run(scenario)
 
 
-def test_a_handler_that_swallows_the_uncertainty_is_parked_all_the_same(bench: Bench) -> None:
+def test_a_handler_that_swallows_the_uncertainty_is_parked_all_the_same(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     provider = Provider(deaf=1)
 
     @bench.app.task(retry=QUICK)
@@ -294,7 +299,8 @@ def test_a_handler_that_swallows_the_uncertainty_is_parked_all_the_same(bench: B
     bench.run(scenario)
 
 
-def test_a_handler_may_ask_again_and_is_told_that_it_is_uncertain(bench: Bench) -> None:
+def test_a_handler_may_ask_again_and_is_told_that_it_is_uncertain(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     provider, second = Provider(deaf=1), list[str]()
 
     async def ask() -> Happened[str] | NotHappened:
@@ -336,7 +342,8 @@ def test_once_does_not_commit_apart_from_an_open_transaction(bench: Bench) -> No
     bench.run(scenario)
 
 
-def test_each_effect_has_a_name_of_its_own(bench: Bench) -> None:
+def test_each_effect_has_a_name_of_its_own(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     raised: list[BaseException] = []
 
     @bench.app.task
@@ -378,7 +385,9 @@ def test_whoever_lost_the_message_does_not_make_the_call(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_only_what_is_uncertain_can_be_resolved(bench: Bench) -> None:
+def test_only_what_is_uncertain_can_be_resolved(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.task
     async def pay(ctx: Context) -> None:
         await ctx.once("charge", Provider().charge("k"))

@@ -15,6 +15,7 @@ from onefold.errors import LeaseLostError
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lane, Lease, Query
 from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.arrays import numbers, teach, texts
+from onefold.stores.postgres.claiming import NEAR_SECONDS
 from onefold.stores.postgres.session import FIRST_ID
 from onefold.stores.postgres.statements import SQL
 
@@ -100,10 +101,11 @@ def test_leases_of_a_worker_and_crashed_messages_are_found(postgres_url: str) ->
 
 
 def test_what_comes_back_is_claimed_though_later_messages_were(postgres_url: str) -> None:
-    """A claim begins where the last one ended, but not for ever."""
+    """A claim begins where the last one ended, unless somebody, here or elsewhere, says that something came back."""
 
     async def scenario() -> None:
         async with opened(postgres_url) as store, opened(postgres_url) as other:
+            await store.wait(["default"], timeout=5)  # returns once it listens
             old = envelope("old", due_at=1_000_000)
             await store.put([old])
             (mine,) = await claim(store)
@@ -113,11 +115,56 @@ def test_what_comes_back_is_claimed_though_later_messages_were(postgres_url: str
             (mine,) = await claim(store, 1)
             assert mine.id == old.id
             assert len(await claim(store, 5)) == 5
+            await store.wait(["default"], timeout=0)
             await other.settle([(mine, HandBack())])
-            while not any(lease.id == old.id for lease in await claim(store, 1)):
-                await _clock.sleep(0.05)
+            await store.wait(["default"], timeout=30)
+            (mine,) = await claim(store, 1)
+            assert mine.id == old.id
 
     run(scenario)
+
+
+def test_what_was_put_long_before_its_commit_is_claimed_at_once(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            async with store.transaction() as transaction:
+                (slow,) = await transaction.put([envelope("slow")])
+                await store.put([envelope("quick")])
+                await store.fetch("SELECT pg_sleep(%s)", [NEAR_SECONDS * 2])
+                await store.put([envelope("late")])
+                assert len(await claim(store)) == 2
+            assert [lease.id for lease in await claim(store)] == [slow.id]
+
+    run(scenario)
+
+
+def test_claims_walk_past_few_dead_entries_beside_an_open_transaction(postgres_url: str) -> None:
+    """S12: what the server may not clean up lies before the place where a claim begins."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            with psycopg.connect(postgres_url) as foreign:
+                foreign.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+                foreign.execute("SELECT count(*) FROM onefold.delivery")
+                long_ago = _clock.now() - 60_000_000
+                for start in range(0, 5_000, 500):
+                    await store.put([envelope(due_at=long_ago + start + n) for n in range(500)])
+                    await store.settle([(lease, Done(b"1")) for lease in await claim(store, 500)])
+                before = await _entries_read(store)
+                for n in range(20):
+                    await store.put([envelope(f"new{n}")])
+                    assert len(await claim(store, 1)) == 1
+                # One look from the beginning may fall into this second.
+                assert await _entries_read(store) - before < 3 * 5_000
+
+    run(scenario)
+
+
+async def _entries_read(store: PostgresStore) -> int:
+    await store.fetch("SELECT pg_sleep(%s)", [1.1])  # sessions report their numbers once a second, when they are idle
+    await claim(store, 1)
+    rows = await store.fetch("SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'delivery_due'")
+    return int(rows[0][0])
 
 
 def test_a_plan_made_for_empty_tables_does_not_outlive_them(postgres_url: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from onefold import App, ConfigurationError, OnefoldError, SchemaError, StoreError
 from onefold.store import Query
 from onefold.stores.sqlite import SQLiteStore
-from onefold.stores.sqlite.connection import refuse_unsafe_file
+from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.testing import FakeClock
 
 MESSAGES = 60

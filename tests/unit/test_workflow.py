@@ -138,7 +138,8 @@ def test_a_step_that_is_run_again_after_its_commit_was_lost_has_one_effect(bench
     bench.run(scenario)
 
 
-def test_a_failing_step_is_retried_in_place_when_that_is_soon(bench: Bench) -> None:
+def test_a_failing_step_is_retried_in_place_when_that_is_soon(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     tries: list[int] = []
 
     @bench.app.step(retry=AT_ONCE, name="flaky")
@@ -227,7 +228,8 @@ def test_a_step_that_fails_for_good_kills_the_run_and_a_redrive_tries_it_anew(be
     bench.run(scenario)
 
 
-def test_a_failure_that_was_caught_stays_the_same_on_every_replay(bench: Bench) -> None:
+def test_a_failure_that_was_caught_stays_the_same_on_every_replay(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     seen: list[str] = []
 
     async def work() -> None:
@@ -255,7 +257,9 @@ def test_a_failure_that_was_caught_stays_the_same_on_every_replay(bench: Bench) 
     bench.run(scenario)
 
 
-def test_a_step_has_a_time_limit(bench: Bench) -> None:
+def test_a_step_has_a_time_limit(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     async def hangs() -> None:
         await asyncio.Event().wait()
 
@@ -275,7 +279,8 @@ def test_a_step_has_a_time_limit(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_workflow_that_fails_by_itself_is_retried_like_a_task(bench: Bench) -> None:
+def test_a_workflow_that_fails_by_itself_is_retried_like_a_task(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     tries: list[int] = []
 
     async def work() -> int:
@@ -298,7 +303,8 @@ def test_a_workflow_that_fails_by_itself_is_retried_like_a_task(bench: Bench) ->
     bench.run(scenario)
 
 
-def test_time_and_chance_are_the_same_on_every_replay(bench: Bench) -> None:
+def test_time_and_chance_are_the_same_on_every_replay(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     seen: list[Any] = []
 
     async def nothing() -> None: ...
@@ -357,7 +363,9 @@ def test_what_a_run_sends_leaves_once(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_send_that_never_left_leaves_with_the_next_try(bench: Bench) -> None:
+def test_a_send_that_never_left_leaves_with_the_next_try(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.task
     async def mail(to: str) -> None: ...
 
@@ -380,7 +388,8 @@ def test_a_send_that_never_left_leaves_with_the_next_try(bench: Bench) -> None:
 # inside a workflow
 
 
-def test_what_would_be_repeated_is_refused_inside_a_workflow(bench: Bench) -> None:
+def test_what_would_be_repeated_is_refused_inside_a_workflow(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     raised: list[str] = []
 
     @bench.app.task
@@ -414,7 +423,9 @@ def test_what_would_be_repeated_is_refused_inside_a_workflow(bench: Bench) -> No
     bench.run(scenario)
 
 
-def test_steps_may_send_and_use_transactions(bench: Bench) -> None:
+def test_steps_may_send_and_use_transactions(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.task
     async def leaf(name: str) -> None: ...
 
@@ -498,7 +509,9 @@ def test_an_uncertain_effect_in_a_step_parks_the_run_for_a_person(bench: Bench, 
     bench.run(scenario)
 
 
-def test_a_probe_in_a_step_is_asked(bench: Bench) -> None:
+def test_a_probe_in_a_step_is_asked(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     async def call() -> str:
         raise ConnectionError("the answer was lost")
 
@@ -520,7 +533,8 @@ def test_a_probe_in_a_step_is_asked(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_middleware_wraps_every_step_that_is_really_called(bench: Bench) -> None:
+def test_middleware_wraps_every_step_that_is_really_called(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     wrapped: list[str | None] = []
 
     @bench.app.middleware
@@ -613,7 +627,9 @@ def test_what_cannot_work_is_refused_when_it_is_declared(sqlite_bench: Bench) ->
 async def _nothing() -> None: ...
 
 
-def test_a_step_needs_a_name(bench: Bench) -> None:
+def test_a_step_needs_a_name(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.workflow
     async def flow(run: Run) -> int:
         with pytest.raises(ConfigurationError, match=r"run\.options\(name="):
@@ -727,7 +743,8 @@ def test_a_graceful_stop_hands_the_run_back_and_the_next_worker_goes_on(bench: B
     bench.run(scenario)
 
 
-def test_a_workflow_cannot_keep_the_run_from_parking(bench: Bench) -> None:
+def test_a_workflow_cannot_keep_the_run_from_parking(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     cleaned: list[str] = []
 
     @bench.app.workflow

@@ -62,8 +62,9 @@ def test_a_run_sleeps_for_weeks_and_holds_no_worker(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_run_that_has_parked_does_not_expire(bench: Bench) -> None:
+def test_a_run_that_has_parked_does_not_expire(sqlite_bench: Bench) -> None:
     """Architecture 8, expiry: it applies to messages that never started or are retrying."""
+    bench = sqlite_bench
 
     @bench.app.workflow(expires=timedelta(hours=1))
     async def slow(run: Run) -> str:
@@ -164,7 +165,9 @@ def test_a_signal_that_does_not_come_in_time_is_given_up(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_signal_that_comes_with_the_deadline_is_still_taken(bench: Bench) -> None:
+def test_a_signal_that_comes_with_the_deadline_is_still_taken(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.workflow
     async def onboard(run: Run) -> str:
         return await run.signal("confirmed", timeout=60, type=str)
@@ -258,7 +261,9 @@ def test_a_signal_leaves_with_the_commit_it_is_part_of(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_signal_that_does_not_fit_ends_the_run_with_a_clear_word(bench: Bench) -> None:
+def test_a_signal_that_does_not_fit_ends_the_run_with_a_clear_word(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.workflow
     async def collect(run: Run) -> int:
         return await run.signal("item", type=int)
@@ -372,7 +377,8 @@ def test_a_child_that_is_redriven_and_then_its_parent_succeed(bench: Bench) -> N
     bench.run(scenario)
 
 
-def test_what_the_code_made_of_a_childs_failure_stays_true(bench: Bench) -> None:
+def test_what_the_code_made_of_a_childs_failure_stays_true(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     broken, seen = [True], list[str]()
 
     @bench.app.task
@@ -452,7 +458,9 @@ def test_a_child_that_somebody_sent_before_is_not_sent_again(bench: Bench, alrea
     bench.run(scenario)
 
 
-def test_a_childs_key_with_another_payload_ends_the_run(bench: Bench) -> None:
+def test_a_childs_key_with_another_payload_ends_the_run(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     @bench.app.task(key="{order}")
     async def charge(order: int, cents: int) -> None: ...
 
@@ -490,7 +498,8 @@ def test_a_run_that_is_cancelled_stays_so(bench: Bench) -> None:
 # several at once
 
 
-def test_steps_are_gathered_concurrently(bench: Bench) -> None:
+def test_steps_are_gathered_concurrently(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     both = asyncio.Barrier(2)
 
     async def meet(name: str) -> str:
@@ -569,7 +578,8 @@ def test_branches_wait_for_different_things_and_go_on_by_themselves(bench: Bench
     bench.run(scenario)
 
 
-def test_a_gather_waits_for_all_and_raises_the_first_by_place(bench: Bench) -> None:
+def test_a_gather_waits_for_all_and_raises_the_first_by_place(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     late = asyncio.Event()
     done: list[str] = []
 
@@ -603,7 +613,8 @@ def test_a_gather_waits_for_all_and_raises_the_first_by_place(bench: Bench) -> N
     bench.run(scenario)
 
 
-def test_a_branch_that_retries_later_does_not_hold_up_the_others(bench: Bench) -> None:
+def test_a_branch_that_retries_later_does_not_hold_up_the_others(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
     tries: list[int] = []
 
     async def flaky() -> str:
@@ -632,7 +643,9 @@ def test_a_branch_that_retries_later_does_not_hold_up_the_others(bench: Bench) -
     bench.run(scenario)
 
 
-def test_gathers_may_be_nested_and_empty(bench: Bench) -> None:
+def test_gathers_may_be_nested_and_empty(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
     async def one(number: int) -> int:
         return number
 

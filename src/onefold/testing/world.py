@@ -21,6 +21,8 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.store import Fenced, Lane, Lease, Query, Record, State
 from onefold.stores.sqlite import SQLiteStore
+from onefold.stores.sqlite.connection import Patience
+from onefold.stores.sqlite.finding import find
 from onefold.stores.sqlite.session import Session
 from onefold.testing.checker import Effect, Final, Journal, Report, Violation, check
 from onefold.testing.clock import FakeClock
@@ -80,8 +82,8 @@ class Result:
 class _MortalStore(SQLiteStore):
     """A store that knows its connections, so that they can be cut."""
 
-    def _connect(self) -> apsw.Connection:
-        connection = super()._connect()
+    def _connect(self, patience: Patience) -> apsw.Connection:
+        connection = super()._connect(patience)
         self.connections.append(connection)
         return connection
 
@@ -345,7 +347,7 @@ class World:
         """Read every message, past all stores that may have died."""
         connection = apsw.Connection(str(self._file))
         try:
-            return Session(connection, FakeClock()).find(Query(limit=1_000))
+            return find(Session(connection, FakeClock()), Query(limit=1_000))
         finally:
             connection.close()
 

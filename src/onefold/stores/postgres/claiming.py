@@ -2,8 +2,8 @@
 
 A row that was claimed or settled leaves a dead entry in the index, and while some other transaction stays open the
 server may not remove it: a claim that began at the oldest entry every time would walk past all of them.
-So it begins shortly before where the last one ended, and from the very beginning once in a while.
-What comes to lie before that place, such as a message handed back elsewhere, waits for that.
+So it begins shortly before where the last one ended, now and then a good while before, and seldom at the beginning.
+Whoever leaves something before that place, such as a message handed back, says so when it wakes the others.
 """
 
 from __future__ import annotations
@@ -14,42 +14,40 @@ from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
 from onefold.stores.postgres.session import Session
 
-#: Look from the beginning this often, in seconds.
+#: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
+NEAR_SECONDS = 0.25
+#: This often begin further back, for what was put in a transaction that stayed open for as long as one may.
+_FURTHER_SECONDS, _FURTHER_BACK_SECONDS = 0.25, 3.0
+#: This often look from the beginning.
 _EVERYWHERE_SECONDS = 1.0
 #: For run-out leases it is only a precaution, because time itself moves on past them.
 _EVERY_LEASE_SECONDS = 30.0
-#: Looking from the beginning may cost this part of the time, so it becomes rarer the longer it takes.
+#: Looking further back may cost this part of the time, so it becomes rarer the longer it takes.
 _COST_MAX = 0.05
 #: Look for run-out leases this often; nobody is in a hurry who waited for a whole lease.
 _EXPIRED_SECONDS = 1.0
 #: Run-out leases released at once, so that nobody waits long for the statement.
 _EXPIRED_MAX = 1_000
-#: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
-_SLACK = 3 * MICROSECONDS
 
 _machine = SystemClock()
 
 
 class Round:
-    """Says when it is time to begin at the beginning."""
+    """Says when it is time for something that comes round."""
 
     def __init__(self, seconds: float) -> None:
         self._period = round(seconds * MICROSECONDS)
         self._next = 0
-        self._began = 0
 
-    def begin(self) -> bool:
-        """Begin a look; True when it is to be from the beginning."""
-        self._began = _machine.steady()
-        return self._began >= self._next
+    def is_due(self) -> bool:
+        return _machine.steady() >= self._next
 
-    def end(self) -> None:
-        """A look from the beginning is over."""
+    def done(self, began_at: int) -> None:
+        """It was done, and is due again after its period, or later if it took long."""
         now = _machine.steady()
-        self._next = now + max(self._period, round((now - self._began) / _COST_MAX))
+        self._next = now + max(self._period, round((now - began_at) / _COST_MAX))
 
-    def now(self) -> None:
-        """Let the next look be from the beginning."""
+    def make_due(self) -> None:
         self._next = 0
 
 
@@ -58,15 +56,19 @@ class Claimer:
 
     def __init__(self, *, exact: bool) -> None:
         self._exact = exact
-        self._messages = Round(_EVERYWHERE_SECONDS)
-        self._leases = Round(_EVERY_LEASE_SECONDS)
-        self._floors: dict[tuple[Lane, str], int] = {}
-        self._lease_floor = 0
-        self._expired_at = 0
+        self._further = Round(_FURTHER_SECONDS)
+        self._everywhere = Round(_EVERYWHERE_SECONDS)
+        self._every_lease = Round(_EVERY_LEASE_SECONDS)
+        self._expired = Round(_EXPIRED_SECONDS)
+        #: Where the last look of a kind ended in each queue, on the server's clock.
+        self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
+        self._leases_seen = 0
+        #: How far the server's clock is ahead of this machine's steady one, at least.
+        self._ahead: int | None = None
 
     def look_everywhere(self) -> None:
         """Something may have come back before the place where the last look ended."""
-        self._messages.now()
+        self._everywhere.make_due()
 
     async def claim(
         self,
@@ -80,25 +82,34 @@ class Claimer:
         lane: Lane,
     ) -> list[Lease]:
         await self._release_expired(session)
-        everywhere = self._messages.begin() or self._exact
-        floors = [0 if everywhere else self._floors.get((lane, queue), 0) for queue in queues]
+        began_at = _machine.steady()
+        everywhere, further = self._everywhere.is_due() or self._exact, self._further.is_due()
+        back = round((_FURTHER_BACK_SECONDS if further else NEAR_SECONDS) * MICROSECONDS)
+        seen = self._seen.setdefault((lane, tuple(types)), {})
+        floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in queues]
         leases = await session.claim(queues, floors, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
         if everywhere:
-            self._messages.end()
+            self._everywhere.done(began_at)
+        if everywhere or further:
+            self._further.done(began_at)
         for one in leases:  # in the order of their due times, so the last of each queue remains
-            self._floors[lane, one.envelope.queue] = one.envelope.due_at - _SLACK
+            seen[one.envelope.queue] = one.envelope.due_at
+        if len(leases) < limit and self._ahead is not None:
+            seen.update(dict.fromkeys(queues, began_at + self._ahead))
         return leases
 
     async def _release_expired(self, session: Session) -> None:
-        now = _machine.steady()
-        if not self._exact and now < self._expired_at + _EXPIRED_SECONDS * MICROSECONDS:
+        if not self._exact and not self._expired.is_due():
             return
-        self._expired_at = now
-        everywhere = self._leases.begin() or self._exact
-        looked_at, released = await session.release_expired(0 if everywhere else self._lease_floor, _EXPIRED_MAX)
+        began_at = _machine.steady()
+        everywhere = self._every_lease.is_due() or self._exact
+        now, released = await session.release_expired(0 if everywhere else self._leases_seen, _EXPIRED_MAX)
+        # The answer came after the server had looked at its clock, so this is never too much.
+        self._ahead = now - _machine.steady()
+        self._expired.done(began_at)
         if everywhere:
-            self._leases.end()
+            self._every_lease.done(began_at)
         if released:
             self.look_everywhere()
         if released < _EXPIRED_MAX:
-            self._lease_floor = looked_at - _SLACK
+            self._leases_seen = now - round(_FURTHER_BACK_SECONDS * MICROSECONDS)

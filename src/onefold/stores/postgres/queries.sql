@@ -121,13 +121,13 @@ CROSS JOIN LATERAL (
 
 -- name: key_holder
 SELECT coalesce(%(now)s::bigint, onefold.clock()), k.message_id::text, k.fingerprint, k.schema_version, k.expires_at,
-    coalesce(d.state, o.state), o.kept_until
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), o.kept_until
 FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[])
     WITH ORDINALITY AS g (scope, key, kind, place)
 LEFT JOIN LATERAL (
     SELECT * FROM onefold.key WHERE key.scope = g.scope AND key.key = g.key AND key.kind = g.kind OFFSET 0
 ) k ON true
-LEFT JOIN LATERAL (SELECT state FROM onefold.delivery WHERE id = k.message_id OFFSET 0) d ON true
+LEFT JOIN LATERAL (SELECT state, wake_target FROM onefold.delivery WHERE id = k.message_id OFFSET 0) d ON true
 LEFT JOIN LATERAL (SELECT state, kept_until FROM onefold.outcome WHERE id = k.message_id OFFSET 0) o ON true
 ORDER BY g.place
 
@@ -198,13 +198,13 @@ picked AS MATERIALIZED (
 taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
-        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END
+        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END, wake_target = NULL
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
-    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count
+    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake
 )
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
-    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, 0, (SELECT now FROM clock)
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 
@@ -227,13 +227,13 @@ picked AS MATERIALIZED (
 taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
-        worker = %(worker)s::text, started = 1
+        worker = %(worker)s::text, started = 1, wake_target = NULL
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
-    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count
+    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake
 )
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
-    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, 0, (SELECT now FROM clock)
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 
@@ -386,12 +386,14 @@ reopened AS (
     DELETE FROM onefold.outcome o USING onefold.message m
     WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND o.kept_until > (SELECT now FROM clock)
         AND m.id = o.id AND m.payload IS NOT NULL
-    RETURNING o.id, o.queue, m.message_type, m.retention, o.fence, o.replay_count
+    RETURNING o.id, o.queue, m.retention, o.fence, o.replay_count, m.message_type || CASE
+        WHEN (convert_from(m.headers, 'UTF8')::json ->> 'pinned')::boolean THEN '@' || m.schema_version ELSE '' END
+        AS claimed_as
 ),
 delivered AS (
     INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
         replay_count)
-    SELECT id, queue, message_type, 0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0,
+    SELECT id, queue, claimed_as, 0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0,
         replay_count + 1
     FROM reopened CROSS JOIN clock
 ),
@@ -482,7 +484,8 @@ emptied AS (
 UPDATE onefold.outcome SET purge_at = kept_until WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING 1
 
 -- name: purge_messages
--- Stands for purge_messages, purge_message_key, purge_message, purge_outcome and purge_attempts.
+-- Stands for purge_messages, purge_message_key, purge_message, purge_outcome, purge_attempts, purge_steps and
+-- purge_parts.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 old AS MATERIALIZED (
     SELECT id FROM onefold.outcome
@@ -495,6 +498,12 @@ outcome AS (
 ),
 attempt AS (
     DELETE FROM onefold.attempt WHERE message_id = ANY (ARRAY(SELECT id FROM old))
+),
+step AS (
+    DELETE FROM onefold.step WHERE message_id = ANY (ARRAY(SELECT id FROM old))
+),
+blob AS (
+    DELETE FROM onefold.blob WHERE message_id = ANY (ARRAY(SELECT id FROM old))
 ),
 message AS (
     DELETE FROM onefold.message WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id, message_type, idempotency_key
@@ -524,12 +533,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
 WHERE m.id = ANY (%(ids)s::uuid[]) AND m.id > %(after)s::uuid
-    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state) = ANY (%(states)s::smallint[])
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
@@ -544,12 +554,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
 WHERE m.id > %(after)s::uuid
-    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state) = ANY (%(states)s::smallint[])
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
@@ -564,12 +575,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
 WHERE m.id > %(after)s::uuid
-    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state) = ANY (%(states)s::smallint[])
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
@@ -594,12 +606,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(d.state, o.state), d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
 WHERE m.id > %(after)s::uuid
-    AND coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state) = ANY (%(states)s::smallint[])
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
@@ -611,7 +624,8 @@ ORDER BY m.id LIMIT %(limit)s
 SELECT attempt, fence, at, worker, failure, delay FROM onefold.attempt WHERE message_id = %(id)s::uuid ORDER BY fence
 
 -- name: count_alive
-SELECT queue, state, count(*) FROM onefold.delivery GROUP BY queue, state
+SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*)
+FROM onefold.delivery GROUP BY queue, shown
 
 -- name: count_dead
 SELECT queue, count(*) FROM onefold.outcome WHERE state = 4 GROUP BY queue

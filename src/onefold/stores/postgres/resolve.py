@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from onefold.store import Again, HandBack, Lease, State
+from onefold.store import Again, HandBack, Lease, Parked, State
 from onefold.stores.postgres.arrays import ids
 from onefold.stores.postgres.session import Session, Settlement
 from onefold.stores.postgres.wire import Wire
@@ -45,7 +45,7 @@ async def _settled(wire: Wire, settlements: Sequence[Settlement]) -> list[bool |
             return True
         # What returns a message without a failure leaves nothing behind but a free message with the next fence.
         # Should somebody have claimed it since, the lease is reported lost: nothing was to be kept of it anyway.
-        return isinstance(outcome, Again | HandBack) and (fence, state) == (lease.fence + 1, State.SCHEDULED)
+        return isinstance(outcome, Again | HandBack | Parked) and (fence, state) == (lease.fence + 1, State.SCHEDULED)
 
     return [settled(lease, outcome) for lease, outcome in settlements]
 

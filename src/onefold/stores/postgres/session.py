@@ -22,6 +22,7 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Parked,
     Purged,
     PutOptions,
     Query,
@@ -32,8 +33,10 @@ from onefold.store import (
 )
 from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers, texts
 from onefold.stores.postgres.put import Putter, store_fresh
+from onefold.stores.postgres.steps import Steps, lines_of, parking
 from onefold.stores.postgres.wire import Named, Speaker
 from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
+from onefold.stores.steps import notes_of
 
 Settlement = tuple[Lease, Outcome]
 
@@ -52,10 +55,17 @@ class Session:
     def __init__(self, wire: Speaker, clock: Clock | None) -> None:
         self.wire = wire
         self._clock = clock
+        #: Queues in which something of others became due; to be rung after the commit.
+        self.woken: set[str] = set()
 
     @property
     def _now(self) -> int | None:
         return None if self._clock is None else self._clock.now()
+
+    @property
+    def journals(self) -> Steps:
+        """The verbs on journals, on this connection."""
+        return Steps(self.wire, self._now, self.woken)
 
     # put
 
@@ -143,10 +153,18 @@ class Session:
             won = [bool(rows[0][0])]
         else:
             won = await self._settle_many(settlements)
-        sends = sends_of(settlement for settlement, held in zip(settlements, won, strict=True) if held)
-        if sends:
-            await self.put_sends(sends)
+        if brings_more(settlements):
+            await self._bring_more([one for one, is_held in zip(settlements, won, strict=True) if is_held])
         return won
+
+    async def _bring_more(self, held: Sequence[Settlement]) -> None:
+        """Write what leaves with these settlements: messages, lines of their own journals, and lines for others."""
+        if sends := sends_of(held):
+            await self.put_sends(sends)
+        if own := lines_of(held):
+            await self.journals.write(own)
+        if notes := notes_of(held):
+            await self.journals.tell(notes)
 
     def concluding(self, lease: Lease, outcome: Done) -> list[Named]:
         """Return what settles one success as the last thing in its transaction, or fails."""
@@ -184,7 +202,10 @@ class Session:
             those = [settlement for settlement in settlements if type(settlement[1]) is kind]
             if those:
                 statements.append((name, {**columns(those), "now": self._now}))
-        return {lost for rows in await self.wire.rows_of_each(statements) for lost in rows}
+        lost = {lost for rows in await self.wire.rows_of_each(statements) for lost in rows}
+        if any(fence < 0 for _, fence in lost):
+            self.woken |= {lease.envelope.queue for lease, _ in settlements if (lease.envelope.id, -1) in lost}
+        return lost
 
     # operators
 
@@ -201,6 +222,10 @@ class Session:
             "key_window": round(limits.KEY_WINDOW * MICROSECONDS),
         }
         moved: dict[str, str] = dict(await self.wire.rows(_MOVES[to], parameters))
+        if to is State.SCHEDULED:
+            moved |= dict(await self.wire.rows("move_resume", parameters))
+        elif moved:
+            await self.journals.reply_for(list(moved), to)
         return {message_id: moved[message_id] for message_id in given if message_id in moved}
 
     async def register(
@@ -286,7 +311,20 @@ class Session:
 
 def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:
     """Return what the handlers of these settlements sent."""
-    return [e for _, outcome in settlements if isinstance(outcome, Done) for e in outcome.sends]
+    return [e for _, outcome in settlements if isinstance(outcome, Done | Parked) for e in outcome.sends]
+
+
+def brings_more(settlements: Iterable[Settlement]) -> bool:
+    """Whether settling these writes more than where they stand, so that it needs a transaction."""
+    for lease, outcome in settlements:
+        if lease.envelope.reply_to is not None:
+            return True
+        if isinstance(outcome, Done):
+            if outcome.sends or outcome.notes:
+                return True
+        elif isinstance(outcome, Parked) and (outcome.sends or outcome.notes or outcome.steps):
+            return True
+    return False
 
 
 def _by_due_time(row: tuple[Any, ...]) -> tuple[int, str]:
@@ -354,4 +392,5 @@ _SETTLES: Mapping[type[Outcome], tuple[str, Callable[[Sequence[tuple[Lease, Any]
     Dead: ("settle_dead", _dead),
     Again: ("settle_again", _again),
     HandBack: ("settle_hand_back", _handed_back),
+    Parked: ("settle_park", parking),
 }

@@ -18,7 +18,7 @@ from psycopg.abc import Buffer
 from onefold.stores.postgres.arrays import BigintColumn, BlobColumn, LiteralColumn, TextColumn
 from onefold.stores.sql import load_statements
 
-SQL = load_statements("onefold.stores.postgres")
+SQL = {**load_statements("onefold.stores.postgres"), **load_statements("onefold.stores.postgres", "steps.sql")}
 
 #: Whatever the server's default is: the rules for keys and fences are made for this level.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"

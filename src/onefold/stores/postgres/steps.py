@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
 from onefold.store import Act, Failure, Fenced, Lease, Parked, State
 from onefold.stores import steps as lines
-from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, texts
+from onefold.stores.postgres.arrays import bigints, blobs, ids, texts
 from onefold.stores.postgres.wire import Speaker
 from onefold.stores.rows import encode_failure
 
@@ -22,6 +23,8 @@ from onefold.stores.rows import encode_failure
 Recording = tuple[Fenced, Sequence[Step]]
 #: What a line is known by: message, name and kind.
 _Line = tuple[str, str, int]
+
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _decode_failure = msgspec.json.Decoder(Failure).decode
 #: The kind under which a statement says whose lines were taken.
@@ -38,6 +41,20 @@ class Steps:
 
     # recording
 
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], act: Act | None = None) -> list[Step] | None:
+        """Record for a lease, for somebody else or for a person; None when the lease is lost."""
+        if not isinstance(owner, str):
+            return (await self.by_owners([(owner, steps)]))[0]
+        if act is None:
+            lines.check_outside(steps)
+        if not _is_id(owner):
+            return []
+        if act is None:
+            return await self._by_others(owner, steps)
+        if stand := await self._by_hand(owner, steps):
+            await self._event(owner, "resolve", act)
+        return stand
+
     async def by_owners(self, recordings: Sequence[Recording]) -> list[list[Step] | None]:
         """Record for leases, in one statement; None for each that is not held any more."""
         flat = [(owner.id, step) for owner, steps in recordings for step in steps]
@@ -50,7 +67,7 @@ class Steps:
             for owner, steps in recordings
         ]
 
-    async def by_others(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
+    async def _by_others(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
         """Record for a message of somebody else, and wake it; returns nothing when nobody listens."""
         stand = await self._tell([(message_id, step) for step in steps])
         return [stand[message_id, step.name, step.kind] for step in steps] if stand else []
@@ -58,7 +75,9 @@ class Steps:
     async def tell(self, notes: Sequence[Note]) -> None:
         """Write into the journals of others."""
         given = sorted(notes, key=lambda note: note.message_id)
-        await self._tell([(note.message_id, note.step) for note in given if lines.is_id(note.message_id)])
+        # An id that is not a UUID cannot be in the table.
+        if flat := [(note.message_id, note.step) for note in given if _is_id(note.message_id)]:
+            await self._tell(flat)
 
     async def _tell(self, flat: Sequence[tuple[str, Step]]) -> dict[_Line, Step]:
         rows = await self._wire.rows("record_by_others", self._columns(flat))
@@ -76,7 +95,7 @@ class Steps:
                 self._woken.add(queue)
         return await self._stand(told, rows)
 
-    async def by_hand(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
+    async def _by_hand(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
         """Record as an operator, for a message that waits or is dead; returns nothing for any other."""
         released = await self._wire.rows("record_by_hand", {"id": message_id, "now": self._now})
         if not released:
@@ -109,26 +128,22 @@ class Steps:
             known = new.get((id_, step.name, step.kind))
             if known is None or (id_, step.name, step.kind) in stand:
                 old.append((id_, step))
-            else:
-                stand[id_, step.name, step.kind] = Step(step.name, step.kind, step.value, step.fingerprint, *known)
-        if large := [(id_, step) for id_, step in flat if lines.is_large(step) and (id_, step) not in old]:
-            await self._write_parts(large)
+                continue
+            stand[id_, step.name, step.kind] = Step(step.name, step.kind, step.value, step.fingerprint, *known)
+            if lines.is_large(step):
+                await self._write_parts(id_, step)
         return {**await self._read_old(old), **stand} if old else stand
 
-    async def _write_parts(self, large: Sequence[tuple[str, Step]]) -> None:
-        parts = [
-            (id_, lines.blob_name(step), number, part)
-            for id_, step in large
-            for number, part in enumerate(lines.parts_of(step.value))
-        ]
-        for part in parts:  # one by one: each is as much as a statement should carry
-            given: dict[str, Column] = {
-                "ids": ids([part[0]]),
-                "names": texts([part[1]]),
-                "numbers": bigints([part[2]]),
-                "parts": blobs([part[3]]),
+    async def _write_parts(self, message_id: str, step: Step) -> None:
+        """Set a large value aside; one by one, because each part is as much as a statement should carry."""
+        for number, part in enumerate(lines.parts_of(step.value)):
+            given: dict[str, Any] = {
+                "id": message_id,
+                "name": lines.blob_name(step),
+                "part": number,
+                "data": part,
             }
-            await self._wire.rows("record_parts", given)
+            await self._wire.rows("record_part", given)
 
     async def _read_old(self, old: Sequence[tuple[str, Step]]) -> dict[_Line, Step]:
         given = {
@@ -144,7 +159,7 @@ class Steps:
 
     # operators
 
-    async def rewind(self, message_id: str, name: str) -> list[Step]:
+    async def rewind(self, message_id: str, name: str, act: Act) -> list[Step]:
         """Forget a step and what came after it, and schedule the message; a dead one is left as it is."""
         given = {"id": message_id, "now": self._now}
         if not lines.later_than(await self.read(message_id), name):
@@ -160,9 +175,10 @@ class Steps:
         names = texts([lines.blob_name(step) for step in forgotten])
         await self._wire.rows("rewind_parts", {"id": message_id, "names": names})
         await self.write([(message_id, lines.restart_line(steps))])
+        await self._event(message_id, "restart", act)
         return forgotten
 
-    async def event(self, message_id: str, kind: str, act: Act) -> None:
+    async def _event(self, message_id: str, kind: str, act: Act) -> None:
         """Write down what a person did."""
         given = {"now": self._now, "id": message_id, "kind": kind, "actor": act.actor, "reason": act.reason}
         await self._wire.rows("record_event", given)
@@ -181,7 +197,7 @@ class Steps:
 
     async def read(self, message_id: str) -> list[Step]:
         """Return a journal in the order in which it was written."""
-        rows = await self._wire.rows("steps", {"id": message_id})
+        rows = await self._wire.rows("steps", {"id": message_id}) if _is_id(message_id) else []
         return await self._whole(message_id, [lines.step_of(row) for row in rows])
 
     async def _whole(self, message_id: str, steps: list[Step]) -> list[Step]:
@@ -200,6 +216,11 @@ class Steps:
         """After a lost answer: whether its owner's line was written, once nobody can be writing it any more."""
         await self._wire.rows("record_lock", {"id": message_id})
         return bool(await self._read_old([(message_id, step)]))
+
+
+def _is_id(text: str) -> bool:
+    """Whether a text can be a message's id."""
+    return _ID.fullmatch(text) is not None
 
 
 def parking(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ parked AS (
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure, delay)
-    SELECT id, fence, attempt, now, worker, failure, delay / 1e6::double precision
+    SELECT id, fence, attempt, now, worker, failure, nullif(delay, %(never)s::bigint) / 1e6::double precision
     FROM given CROSS JOIN clock
     WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM parked)) IS TRUE
 )
@@ -126,9 +126,9 @@ ORDER BY place
 ON CONFLICT DO NOTHING
 RETURNING message_id::text, name, kind::bigint, at, seq
 
--- name: record_parts
+-- name: record_part
 INSERT INTO onefold.blob (message_id, name, part, data)
-SELECT * FROM unnest(%(ids)s::uuid[], %(names)s::text[], %(numbers)s::bigint[], %(parts)s::bytea[])
+VALUES (%(id)s::uuid, %(name)s::text, %(part)s::int, %(data)s::bytea)
 
 -- name: record_stands
 SELECT message_id::text, name, kind::bigint, value, fingerprint, at, seq

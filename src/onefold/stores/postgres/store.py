@@ -16,12 +16,12 @@ import psycopg
 from onefold.clock import Clock
 from onefold.envelope import Envelope
 from onefold.errors import CommitUnknownError, StoreError
+from onefold.step import Step
 from onefold.store import (
     Attempt,
     Capabilities,
     Counts,
     Fenced,
-    HandBack,
     Lane,
     Lease,
     Outcome,
@@ -39,17 +39,20 @@ from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_f
 from onefold.stores.postgres.faults import BlockedError
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
-from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, sends_of
+from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
+from onefold.stores.postgres.steps import Recording
 from onefold.stores.postgres.transaction import (
     KEEP,
     OwnTransaction,
     PostgresTransaction,
+    came_back,
     queues_to_ring,
     settled_queues,
 )
 from onefold.stores.postgres.wake import Bell
 from onefold.stores.postgres.wire import JoinedWire, Speaker, Trace, Wire
+from onefold.stores.steps import is_large, or_lost
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
@@ -93,13 +96,20 @@ class PostgresStore:
     async def open(self) -> None:
         if self._opened:
             return
-        roles: dict[str, Role] = {"put": "put", "settle": "settle", "claim": "control", "spare": "spare"}
+        roles: dict[str, Role] = {
+            "put": "put",
+            "settle": "settle",
+            "record": "settle",
+            "claim": "control",
+            "spare": "spare",
+        }
         self._links = {name: Link(self._connector, role, patience=self._patience) for name, role in roles.items()}
         self._pool = Pool(self._connector, size=self._pool_size, patience=self._patience)
-        self._bell = Bell(self._links["spare"], self._listening)
+        self._bell = Bell(self._links["spare"], self._listening, self._claimer.look_everywhere)
         self._puts: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_puts, most=_TOGETHER_MAX)
         self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
         self._settles: Coalescer[Settlement, bool] = Coalescer(self._flush_settles, most=_TOGETHER_MAX)
+        self._records: Coalescer[Recording, list[Step] | None] = Coalescer(self._flush_records, most=_TOGETHER_MAX)
         self._opened = True
         try:
             durable = await self._links["claim"].run(self._check)
@@ -116,7 +126,7 @@ class PostgresStore:
         if not self._opened:
             return
         self._opened = False
-        for coalescer in (self._puts, self._contests, self._settles):
+        for coalescer in (self._puts, self._contests, self._settles, self._records):
             await coalescer.close()
         await self._bell.close()
         await self._pool.close()
@@ -197,7 +207,7 @@ class PostgresStore:
         self._use("settle")
         won = await self._settles.add(settlements) if settlements else []
         settled = [settlement for settlement, held in zip(settlements, won, strict=True) if held]
-        self._wake_after(settled, settled_queues(settled))
+        self._bell.ring(settled_queues(settled), back=came_back(settled))
         return won
 
     async def _flush_settles(self, settlements: list[Settlement]) -> list[bool]:
@@ -205,12 +215,43 @@ class PostgresStore:
             session = self._session(wire)
             if repeated:
                 return await resolve.settle_again(wire, session, settlements)
-            if not sends_of(settlements):
-                return await session.settle(settlements)
-            async with wire.transaction():
-                return await session.settle(settlements)
+            if not brings_more(settlements):
+                won = await session.settle(settlements)
+            else:
+                async with wire.transaction():
+                    won = await session.settle(settlements)
+            self._bell.ring(session.woken)
+            return won
 
         return await self._use("settle").run(work)
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
+        link = self._use("record")
+        if isinstance(owner, str):
+            return await link.run(lambda wire, _: self._record_for(wire, owner, steps))
+        # Whoever is alone needs no company, and is spared the way through the other's task.
+        flush = self._flush_records if link.idle else self._records.add
+        return or_lost(owner, (await flush([(owner, steps)]))[0])
+
+    async def _record_for(self, wire: Wire, message_id: str, steps: Sequence[Step]) -> list[Step]:
+        session = self._session(wire)
+        async with wire.transaction():
+            recorded = await session.journals.record(message_id, steps)
+        self._bell.ring(session.woken)
+        return recorded or []
+
+    async def _flush_records(self, recordings: list[Recording]) -> list[list[Step] | None]:
+        async def work(wire: Wire, _: bool) -> list[list[Step] | None]:
+            session = self._session(wire)
+            if not any(is_large(step) for _, steps in recordings for step in steps):
+                return await session.journals.by_owners(recordings)
+            async with wire.transaction():
+                return await session.journals.by_owners(recordings)
+
+        return await self._use("record").run(work)
+
+    async def steps(self, message_id: str) -> list[Step]:
+        return await self._use("record").run(lambda wire, _: self._session(wire).journals.read(message_id))
 
     async def claim(
         self,
@@ -235,12 +276,6 @@ class PostgresStore:
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         self._use("spare")
         await self._bell.wait(queues, timeout)
-
-    def _wake_after(self, settled: Sequence[Settlement], queues: set[str]) -> None:
-        # What was handed back keeps its due time, which may lie before the place where the next claim begins.
-        if any(isinstance(outcome, HandBack) for _, outcome in settled):
-            self._claimer.look_everywhere()
-        self._bell.ring(queues)
 
     # transactions
 
@@ -268,7 +303,7 @@ class PostgresStore:
                 await own.commit()
         finally:
             await self._pool.give_back(wire)
-        self._wake_after(own.settled, own.queues)
+        self._bell.ring(own.queues, back=own.came_back)
 
     async def _was_committed(self, transaction: OwnTransaction) -> bool:
         settled, stored = transaction.settled, transaction.stored
@@ -276,9 +311,18 @@ class PostgresStore:
             return await self._use("settle").run(lambda wire, _: resolve.was_settled(wire, settled))
         if stored:
             return await self._use("settle").run(lambda wire, _: resolve.was_stored(wire, stored[0]))
+        if transaction.recorded is not None:
+            return await self._was_recorded(*transaction.recorded)
         raise CommitUnknownError(
             "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
         )
+
+    async def _was_recorded(self, message_id: str, step: Step) -> bool:
+        async def work(wire: Wire, _: bool) -> bool:
+            async with wire.transaction():
+                return await self._session(wire).journals.was_recorded(message_id, step)
+
+        return await self._use("settle").run(work)
 
     async def restored(self) -> int:
         """In pages, each with a commit of its own: after a crash in the middle it is simply called again."""

@@ -10,16 +10,24 @@ import psycopg
 from psycopg import AsyncConnection
 
 from onefold import limits
+from onefold.clock import MICROSECONDS, SystemClock
 from onefold.envelope import Envelope
 from onefold.errors import CommitUnknownError, LeaseLostError, StoreError, StoreUnavailableError
-from onefold.store import Act, Again, Done, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.step import Step
+from onefold.store import Act, Again, Done, Fenced, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.stores.postgres.claiming import NEAR_SECONDS
 from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import is_lost, is_stale, translated
 from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.session import Session, Settlement, sends_of
+from onefold.stores.postgres.session import Session, Settlement, brings_more, sends_of
 from onefold.stores.postgres.wire import JoinedWire, Named
+from onefold.stores.steps import or_lost
 
 KEEP = PutOptions()
+#: Messages put this long before their commit may lie before the place where claims begin to look.
+_LATE = round(NEAR_SECONDS * MICROSECONDS / 2)
+
+_machine = SystemClock()
 
 
 class PostgresTransaction:
@@ -33,7 +41,10 @@ class PostgresTransaction:
         self._wire = wire
         self.stored: list[str] = []
         self.settled: list[Settlement] = []
+        #: A line that an owner wrote, if there is one.
+        self.recorded: tuple[str, Step] | None = None
         self.queues: set[str] = set()
+        self._put_at: int | None = None
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self.over = False
 
@@ -41,6 +52,12 @@ class PostgresTransaction:
     def connection(self) -> AsyncConnection[Any]:
         self._refuse_late()
         return self._wire.connection
+
+    @property
+    def came_back(self) -> bool:
+        """Whether it leaves something to claim that was due some time ago: handed back, or put long before the end."""
+        late = self._put_at is not None and _machine.steady() - self._put_at > _LATE
+        return late or came_back(self.settled)
 
     def _refuse_late(self) -> None:
         if self.over:
@@ -68,6 +85,7 @@ class PostgresTransaction:
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         with self._seam():
             answers = await self.session.put(envelopes, options)
+        self._put_at = self._put_at or _machine.steady()
         self.stored += [e.id for e, answer in zip(envelopes, answers, strict=True) if answer.id == e.id]
         self.queues |= queues_to_ring(envelopes)
         return answers
@@ -77,8 +95,22 @@ class PostgresTransaction:
             won = await self.session.settle(settlements)
         held = [settlement for settlement, is_held in zip(settlements, won, strict=True) if is_held]
         self.settled += held
-        self.queues |= settled_queues(held)
+        self.queues |= settled_queues(held) | self.session.woken
         return won
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+        with self._seam():
+            recorded = or_lost(owner, await self.session.journals.record(owner, steps, act))
+        self.queues |= self.session.woken
+        if recorded and not isinstance(owner, str):
+            self.recorded = owner.id, recorded[-1]
+        return recorded
+
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        with self._seam():
+            forgotten = await self.session.journals.rewind(message_id, step, act)
+        self.queues |= self.session.woken
+        return forgotten
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         raise StoreError("this transaction was joined; whoever began it commits it: use settle() here")
@@ -86,6 +118,7 @@ class PostgresTransaction:
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         with self._seam():
             moved = await self.session.move(ids, to, act)
+        self.queues |= self.session.woken
         if to is State.SCHEDULED:
             self.queues |= set(moved.values())
         return list(moved)
@@ -120,7 +153,7 @@ class OwnTransaction(PostgresTransaction):
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         self._refuse_late()
         lease, outcome = settlements[0] if len(settlements) == 1 else (None, None)
-        if lease is None or not isinstance(outcome, Done) or outcome.sends:
+        if lease is None or not isinstance(outcome, Done) or brings_more(settlements):
             await self._settle_all(settlements)
             await self.commit()
         else:
@@ -178,6 +211,11 @@ def _lost(lease: Lease) -> LeaseLostError:
 def queues_to_ring(envelopes: Iterable[Envelope]) -> set[str]:
     """Return the queues in which there may be something to claim now."""
     return {e.queue for e in envelopes if not e.delay}
+
+
+def came_back(settlements: Iterable[Settlement]) -> bool:
+    """Whether a message is to be claimed again that was due before: it keeps its due time when it is handed back."""
+    return any(isinstance(outcome, HandBack) for _, outcome in settlements)
 
 
 def settled_queues(settlements: Iterable[Settlement]) -> set[str]:

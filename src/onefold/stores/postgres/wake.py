@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import psycopg
 
@@ -23,6 +23,8 @@ from onefold.stores.postgres.wire import Wire
 
 #: A burst of puts wakes others once in this time, the first of them at once.
 _NOTIFY_SECONDS = 0.01
+#: Before the name of a queue in which something came back; no name begins with it.
+_BACK = "<"
 #: When the store closes, the last notification may take this long.
 _CLOSE_SECONDS = 1.0
 #: While nobody can be reached the listener keeps trying, for as long as the store is open.
@@ -34,9 +36,11 @@ _machine = SystemClock()
 class Bell:
     """The doorbells of all queues."""
 
-    def __init__(self, notifying: Link, listening: Connector | None) -> None:
+    def __init__(self, notifying: Link, listening: Connector | None, look_back: Callable[[], None]) -> None:
         self._notifying = notifying
         self._listening = listening
+        #: Called when something came back that was due long ago, which a claim does not see at first glance.
+        self._look_back = look_back
         self._rung: set[str] = set()
         self._waiting: dict[asyncio.Future[None], frozenset[str]] = {}
         self._to_notify: set[str] = set()
@@ -59,13 +63,18 @@ class Bell:
                 del self._waiting[rung]
         self._rung -= wanted
 
-    def ring(self, queues: Iterable[str]) -> None:
-        """Wake everybody who waits for these queues, here at once and elsewhere soon."""
+    def ring(self, queues: Iterable[str], *, back: bool = False) -> None:
+        """Wake everybody who waits for these queues, here at once and elsewhere soon.
+
+        ``back`` says that something came back which was due long ago.
+        """
         names = set(queues)
         if not names:
             return
+        if back:
+            self._look_back()
         self._ring_here(names)
-        self._to_notify |= names
+        self._to_notify |= {_BACK + name for name in names} if back else names
         if self._notifier is None:
             self._notifier = asyncio.get_running_loop().create_task(self._notify(), context=outside())
 
@@ -99,9 +108,14 @@ class Bell:
                     async for heard in wire.connection.notifies():
                         # Our own rings were heard here before they were sent.
                         if heard.pid != self._notifying.backend_pid:
-                            self._ring_here({heard.payload})
+                            self._hear(heard.payload)
             except psycopg.Error:
                 await backoff.pause()
+
+    def _hear(self, payload: str) -> None:
+        if payload.startswith(_BACK):
+            self._look_back()
+        self._ring_here({payload.removeprefix(_BACK)})
 
     async def close(self) -> None:
         """Stop listening, and send what is still to be sent."""

@@ -1,44 +1,50 @@
 -- The statements of the SQLite store, in the order of a message's life.
 -- SQLite has one writer, so within BEGIN IMMEDIATE a read followed by a write is one atomic act.
 
+-- name: put_last
+-- Numbers are given out here and not by SQLite, because the key is written before the message it points to.
+SELECT max((SELECT coalesce(max(seq), 0) FROM onefold_message), (SELECT last FROM onefold_sequence))
+
 -- name: put_key
-INSERT INTO onefold_key (scope, key, kind, message_id, fingerprint, schema_version, expires_at)
+INSERT INTO onefold_key (scope, key, kind, seq, fingerprint, schema_version, expires_at)
 VALUES (?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
 
 -- name: key_owner
-SELECT message_id FROM onefold_key WHERE scope = ? AND key = ? AND kind = ?
+SELECT seq FROM onefold_key WHERE scope = ? AND key = ? AND kind = ?
 
 -- name: put_message
 -- Naming the id twice is a lost answer being asked for again: the same message, so nothing is to be done,
 -- least of all a second delivery of a message that may have ended meanwhile.
-INSERT INTO onefold_message (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id,
-    subject, created_at, retention, payload, headers)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idempotency_key, correlation_id,
+    causation_id, subject, created_at, retention, payload, headers)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
 
--- name: message_state
-SELECT coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
-FROM onefold_message m
-LEFT JOIN onefold_delivery d ON d.id = m.id
-LEFT JOIN onefold_outcome o ON o.id = m.id
-WHERE m.id = ?
+-- name: put_known
+SELECT m.id, m.seq, coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+FROM json_each(?) given
+CROSS JOIN onefold_message m ON m.id = given.value
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
 
 -- name: put_delivery
-INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
 
 -- name: key_holder
-SELECT k.message_id, k.fingerprint, k.schema_version, k.expires_at,
+SELECT k.seq, m.id, k.fingerprint, k.schema_version, k.expires_at,
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), o.kept_until
 FROM onefold_key k
-LEFT JOIN onefold_delivery d ON d.id = k.message_id
-LEFT JOIN onefold_outcome o ON o.id = k.message_id
+LEFT JOIN onefold_message m ON m.seq = k.seq
+LEFT JOIN onefold_delivery d ON d.seq = k.seq
+LEFT JOIN onefold_outcome o ON o.seq = k.seq
 WHERE k.scope = ? AND k.key = ? AND k.kind = ?
 
 -- name: take_key
 UPDATE onefold_key
-SET message_id = ?4, fingerprint = ?5, schema_version = ?6, expires_at = ?7, suppressed = 0
+SET seq = ?4, fingerprint = ?5, schema_version = ?6, expires_at = ?7, suppressed = 0
 WHERE scope = ?1 AND key = ?2 AND kind = ?3
 
 -- name: count_suppressed
@@ -67,97 +73,98 @@ SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <=
 -- name: claim_select
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake, d.seq
 FROM (
-    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count, wake FROM onefold_delivery
+    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake FROM onefold_delivery
     WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
         AND crashes <= ?5
     ORDER BY due_at LIMIT ?4
 ) d
-CROSS JOIN onefold_message m ON m.id = d.id
+CROSS JOIN onefold_message m ON m.seq = d.seq
 
 -- name: claim_select_crashed
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake, d.seq
 FROM (
-    SELECT id, due_at, expires_at, fence, attempt, crashes, replay_count, wake
+    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
     FROM onefold_delivery INDEXED BY onefold_delivery_crashed
     WHERE crashes > 0 AND queue = ?1 AND state = 0 AND due_at <= ?2
         AND message_type IN (SELECT value FROM json_each(?3))
     ORDER BY due_at LIMIT ?4
 ) d
-CROSS JOIN onefold_message m ON m.id = d.id
+CROSS JOIN onefold_message m ON m.seq = d.seq
 
 -- name: claim_take
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 -- Under a supervisor everybody counts as started: it says itself who was not.
 UPDATE onefold_delivery
 SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3), wake_target = NULL
-WHERE id IN (SELECT value FROM json_each(?4))
+WHERE seq IN (SELECT value FROM json_each(?4))
+
+-- name: lease_rows
+-- For leases that came without the number of their row.
+SELECT m.id, m.seq FROM json_each(?) given CROSS JOIN onefold_message m ON m.id = given.value
+
+-- name: lease_fences
+SELECT seq, fence, state FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?))
 
 -- name: extend
-UPDATE onefold_delivery SET lease_until = ?, started = max(started, ?)
-WHERE id = ? AND fence = ? AND state = 1
-RETURNING id, fence
+UPDATE onefold_delivery SET lease_until = ?1, started = max(started, ?2)
+WHERE seq IN (SELECT value FROM json_each(?3))
 
 -- name: settle_end
--- Going from the given pairs to the rows: the shorter (id, fence) IN (…) would read every delivery there is.
-DELETE FROM onefold_delivery
-WHERE id IN (
-    SELECT d.id FROM json_each(?) given
-    CROSS JOIN onefold_delivery d ON d.id = given.value ->> 0 AND d.fence = given.value ->> 1)
-RETURNING id, fence
+DELETE FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?))
 
 -- name: settle_outcome
-INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
-    result, failure)
+INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
+    result, failure, letter)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 
 -- name: settle_again
 -- The fence rises here too, so that an answer lost on the way cannot be settled a second time.
 UPDATE onefold_delivery
 SET state = 0, fence = fence + 1, attempt = ?, crashes = crashes + ?, due_at = ?, lease_until = NULL, worker = NULL
-WHERE id = ? AND fence = ?
-RETURNING id, fence - 1
+WHERE seq = ?
 
 -- name: settle_hand_back
 UPDATE onefold_delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
-WHERE id = ? AND fence = ?
-RETURNING id, fence - 1
+WHERE seq IN (SELECT value FROM json_each(?))
 
 -- name: settle_attempt
-INSERT INTO onefold_attempt (message_id, fence, attempt, at, worker, failure, delay) VALUES (?, ?, ?, ?, ?, ?, ?)
+INSERT INTO onefold_attempt (seq, fence, attempt, at, worker, failure, delay) VALUES (?, ?, ?, ?, ?, ?, ?)
 
 -- name: move_redrive
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
 -- When its window is over its key may already be another message's, so it is too late then.
-INSERT INTO onefold_delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
-SELECT o.id, o.queue,
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
+SELECT o.seq, m.queue,
     m.message_type || CASE WHEN CAST(m.headers AS TEXT) ->> '$.pinned' THEN '@' || m.schema_version ELSE '' END, 0,
     ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END, o.fence + 1, 0, 0, o.replay_count + 1
-FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
-WHERE o.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
-RETURNING id
+FROM onefold_message m JOIN onefold_outcome o ON o.seq = m.seq
+WHERE m.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
+RETURNING seq
 
 -- name: move_reopened
-DELETE FROM onefold_outcome WHERE id = ?
+DELETE FROM onefold_outcome WHERE seq = ?
 
 -- name: move_discard
-UPDATE onefold_outcome SET state = 6, fence = fence + 1, kept_until = ?1, purge_at = ?1
-WHERE id = ?2 AND state = 4
-RETURNING id
+UPDATE onefold_outcome SET state = 6, fence = fence + 1, kept_until = ?1, purge_at = ?1, letter = NULL
+WHERE letter = ?2
+RETURNING seq
 
 -- name: move_cancel
 -- A message that nobody ever claimed leaves its key free at once; one that may have run keeps it.
-INSERT INTO onefold_outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at)
-SELECT id, queue, 5, fence + 1, attempt, crashes, replay_count, ?1,
-    CASE WHEN fence = 1 THEN ?1 ELSE ?2 END, CASE WHEN fence = 1 THEN ?1 ELSE ?2 END
-FROM onefold_delivery WHERE id = ?3
-RETURNING id
+INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at)
+SELECT d.seq, 5, d.fence + 1, d.attempt, d.crashes, d.replay_count, ?1,
+    CASE WHEN d.fence = 1 THEN ?1 ELSE ?2 END, CASE WHEN d.fence = 1 THEN ?1 ELSE ?2 END
+FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq
+WHERE m.id = ?3
+RETURNING seq
 
 -- name: move_cancelled
-DELETE FROM onefold_delivery WHERE id = ?
+DELETE FROM onefold_delivery WHERE seq = ?
 
 -- name: move_event
 INSERT INTO onefold_event (at, message_id, kind, actor, reason) VALUES (?, ?, ?, ?, ?)
@@ -184,31 +191,34 @@ SELECT value, version FROM onefold_register WHERE kind = ? AND name = ? AND (exp
 SELECT name, value, version FROM onefold_register WHERE kind = ? AND (expires_at IS NULL OR expires_at > ?)
 
 -- name: purge_bodies
-SELECT id FROM onefold_outcome WHERE purge_at <= ?1 AND kept_until > ?1 ORDER BY purge_at LIMIT ?2
+SELECT seq FROM onefold_outcome WHERE purge_at <= ?1 AND kept_until > ?1 ORDER BY purge_at LIMIT ?2
 
 -- name: purge_body
-UPDATE onefold_message SET payload = NULL WHERE id = ?
+UPDATE onefold_message SET payload = NULL WHERE seq = ?
 
 -- name: purge_body_done
-UPDATE onefold_outcome SET purge_at = kept_until WHERE id = ?
+UPDATE onefold_outcome SET purge_at = kept_until WHERE seq = ?
 
 -- name: purge_messages
-SELECT o.id, m.message_type, m.idempotency_key
-FROM onefold_outcome o JOIN onefold_message m ON m.id = o.id
+SELECT o.seq, m.message_type, m.idempotency_key, m.id
+FROM onefold_outcome o JOIN onefold_message m ON m.seq = o.seq
 WHERE o.purge_at <= ?1 AND o.kept_until <= ?1
 ORDER BY o.purge_at LIMIT ?2
 
+-- name: purge_sequence
+UPDATE onefold_sequence SET last = max(last, ?)
+
 -- name: purge_message_key
-DELETE FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0 AND message_id = ?
+DELETE FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0 AND seq = ?
 
 -- name: purge_message
-DELETE FROM onefold_message WHERE id = ?
+DELETE FROM onefold_message WHERE seq = ?
 
 -- name: purge_outcome
-DELETE FROM onefold_outcome WHERE id = ?
+DELETE FROM onefold_outcome WHERE seq = ?
 
 -- name: purge_attempts
-DELETE FROM onefold_attempt WHERE message_id = ?
+DELETE FROM onefold_attempt WHERE seq = ?
 
 -- name: purge_keys
 DELETE FROM onefold_key
@@ -227,8 +237,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM json_each(?) given
 JOIN onefold_message m ON m.id = given.value
-LEFT JOIN onefold_delivery d ON d.id = m.id
-LEFT JOIN onefold_outcome o ON o.id = m.id
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
 WHERE coalesce(d.state, o.state) IS NOT NULL
 ORDER BY m.id
 
@@ -237,10 +247,10 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     0, 0, o.fence, o.attempt, o.crashes, o.replay_count, o.state, NULL, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold_outcome o
-JOIN onefold_message m ON m.id = o.id
-WHERE o.state = 4 AND o.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
+JOIN onefold_message m ON m.seq = o.seq
+WHERE o.letter > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
     AND (?4 IS NULL OR m.correlation_id = ?4)
-ORDER BY o.id LIMIT ?5
+ORDER BY o.letter LIMIT ?5
 
 -- name: find_leased
 -- From the leases to their messages: what is kept is not looked at.
@@ -248,7 +258,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL
 FROM onefold_delivery d INDEXED BY onefold_delivery_lease
-CROSS JOIN onefold_message m ON m.id = d.id
+CROSS JOIN onefold_message m ON m.seq = d.seq
 WHERE d.state = 1 AND d.worker = ?1 AND (?8 IS NULL OR d.crashes >= ?8)
     AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
     AND (?5 IS NULL OR m.correlation_id = ?5) AND d.state IN (SELECT value FROM json_each(?7))
@@ -260,7 +270,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count,
     CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, d.worker, NULL, NULL, NULL, NULL
 FROM onefold_delivery d INDEXED BY onefold_delivery_crashed
-CROSS JOIN onefold_message m ON m.id = d.id
+CROSS JOIN onefold_message m ON m.seq = d.seq
 WHERE d.crashes > 0 AND d.crashes >= ?1
     AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
     AND (?5 IS NULL OR m.correlation_id = ?5)
@@ -275,8 +285,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
     d.worker, o.ended_at, o.kept_until, o.result, o.failure
 FROM onefold_message m
-LEFT JOIN onefold_delivery d ON d.id = m.id
-LEFT JOIN onefold_outcome o ON o.id = m.id
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
 WHERE m.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
     AND (?4 IS NULL OR m.correlation_id = ?4)
     AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
@@ -284,14 +294,20 @@ WHERE m.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_ty
 ORDER BY m.id LIMIT ?5
 
 -- name: attempts
-SELECT attempt, fence, at, worker, failure, delay FROM onefold_attempt WHERE message_id = ? ORDER BY fence
+SELECT a.attempt, a.fence, a.at, a.worker, a.failure, a.delay
+FROM onefold_message m JOIN onefold_attempt a ON a.seq = m.seq
+WHERE m.id = ? ORDER BY a.fence
 
 -- name: count_alive
 SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*)
 FROM onefold_delivery GROUP BY queue, shown
 
 -- name: count_dead
-SELECT queue, count(*) FROM onefold_outcome WHERE state = 4 GROUP BY queue
+SELECT m.queue, count(*)
+FROM onefold_outcome o INDEXED BY onefold_outcome_letter
+CROSS JOIN onefold_message m ON m.seq = o.seq
+WHERE o.letter IS NOT NULL
+GROUP BY m.queue
 
 -- name: expire_all
 -- The machine was started again, so nobody who held a lease is alive.
@@ -306,3 +322,7 @@ UPDATE onefold_delivery SET state = 0, fence = fence + ?, lease_until = NULL, wo
 
 -- name: restored_outcomes
 UPDATE onefold_outcome SET fence = fence + ?
+
+-- name: restored_sequence
+-- Numbers given to messages that the backup does not hold must not be given again either.
+UPDATE onefold_sequence SET last = max(last, (SELECT coalesce(max(seq), 0) FROM onefold_message)) + ?

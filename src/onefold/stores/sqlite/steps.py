@@ -15,7 +15,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
-from onefold.store import Failure, Fenced, Lease, Parked, State
+from onefold.store import Failure, Fenced, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.sql import load_statements
 
@@ -35,10 +35,9 @@ class Steps:
 
     # parking
 
-    def park(self, settlements: Iterable[tuple[Lease, Parked]], now: int) -> list[tuple[Any, ...]]:
-        """Park those that hold their fence, and return them."""
-        rows = ((lines.awaited(o), _due_at(o, now), now, lease.id, lease.fence) for lease, o in settlements)
-        return self._connection.executemany(SQL["settle_park"], rows).fetchall()
+    def park(self, seq: int, outcome: Parked, now: int) -> None:
+        """Park a message that holds its fence."""
+        self._rows("settle_park", lines.awaited(outcome), _due_at(outcome, now), now, seq)
 
     # recording
 

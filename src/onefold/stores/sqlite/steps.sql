@@ -7,11 +7,10 @@ UPDATE onefold_delivery
 SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
     due_at = CASE WHEN wake < ?1 THEN ?2 ELSE ?3 END,
     wake_target = CASE WHEN wake < ?1 THEN ?1 END
-WHERE id = ?4 AND fence = ?5
-RETURNING id, fence - 1
+WHERE seq = ?4
 
 -- name: record_held
-SELECT 1 FROM onefold_delivery WHERE id = ? AND fence = ?
+SELECT 1 FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq WHERE m.id = ? AND d.fence = ?
 
 -- name: record_step
 INSERT INTO onefold_step (message_id, name, kind, at, fingerprint, value) VALUES (?, ?, ?, ?, ?, ?)
@@ -25,32 +24,32 @@ SELECT name, kind, value, fingerprint, at, seq FROM onefold_step WHERE message_i
 
 -- name: record_listens
 -- Whether there is somebody to tell: a message that is alive, or dead and so perhaps redriven.
-SELECT 1 FROM onefold_delivery WHERE id = ?1
+SELECT 1 FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq WHERE m.id = ?1
 UNION ALL
-SELECT 1 FROM onefold_outcome WHERE id = ?1 AND state = 4
+SELECT 1 FROM onefold_outcome WHERE letter = ?1
 
 -- name: record_dead
-SELECT 1 FROM onefold_outcome WHERE id = ? AND state = 4
+SELECT 1 FROM onefold_outcome WHERE letter = ?
 
 -- name: record_wake
 UPDATE onefold_delivery
 SET wake = wake + ?1,
     due_at = CASE WHEN wake + ?1 >= wake_target THEN min(due_at, ?2) ELSE due_at END,
     wake_target = CASE WHEN wake + ?1 >= wake_target THEN NULL ELSE wake_target END
-WHERE id = ?3
+WHERE seq = (SELECT seq FROM onefold_message WHERE id = ?3)
 RETURNING wake
 
 -- name: record_by_hand
 UPDATE onefold_delivery
 SET fence = fence + 1, due_at = CASE WHEN wake_target IS NULL THEN due_at ELSE min(due_at, ?1) END, wake_target = NULL
-WHERE id = ?2 AND state = 0
-RETURNING id
+WHERE seq = (SELECT seq FROM onefold_message WHERE id = ?2) AND state = 0
+RETURNING seq
 
 -- name: rewind
 UPDATE onefold_delivery
 SET state = 0, fence = fence + 1, due_at = ?1, lease_until = NULL, worker = NULL, wake_target = NULL
-WHERE id = ?2
-RETURNING id
+WHERE seq = (SELECT seq FROM onefold_message WHERE id = ?2)
+RETURNING seq
 
 -- name: rewind_step
 DELETE FROM onefold_step WHERE seq = ?
@@ -60,13 +59,13 @@ DELETE FROM onefold_blob WHERE message_id = ? AND name = ?
 
 -- name: move_resume
 UPDATE onefold_delivery SET due_at = min(due_at, ?1), wake_target = NULL, fence = fence + 1
-WHERE id = ?2 AND wake_target IS NOT NULL
-RETURNING id
+WHERE seq = (SELECT seq FROM onefold_message WHERE id = ?2) AND wake_target IS NOT NULL
+RETURNING seq
 
 -- name: move_reply
 -- To whom a message that a person ended would have replied.
 SELECT m.headers, o.replay_count, o.failure
-FROM onefold_message m JOIN onefold_outcome o ON o.id = m.id
+FROM onefold_message m JOIN onefold_outcome o ON o.seq = m.seq
 WHERE m.id = ? AND m.headers IS NOT NULL
 
 -- name: steps

@@ -1,7 +1,11 @@
 """The one writer of a SQLite file in this process: who may write when, and who commits together.
 
 Operations that need no transaction of their own share a commit with whatever else is waiting.
-An exclusive turn is one transaction that stays open while its owner runs statements in it.
+A turn is one transaction that stays open while its owner runs statements in it; when others wait at its end, they
+go on in the same SQLite transaction, and all of them are answered after one commit.
+
+Everything is decided on the event loop, and the connection is used in one place at a time: in the writer's thread,
+or, for a few rows while commits are fast, right on the loop, which costs less than going to the thread and back.
 """
 
 from __future__ import annotations
@@ -9,351 +13,284 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import apsw
 
 from onefold.clock import MICROSECONDS, Clock
 from onefold.errors import StoreError
-from onefold.stores.coalesce import Coalescer
+from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
+from onefold.stores.sqlite.link import Link
+from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
+from onefold.stores.sqlite.runner import Runner, tell
 from onefold.stores.sqlite.session import Session
 
 Answer = TypeVar("Answer")
-Operation = Callable[[Session], Any]
-_Call = tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any]]
 
-_Told = tuple[asyncio.Future[Any], Any, BaseException | None]
-
-#: Wait this long for the write lock of another process before giving up.
-BUSY_SECONDS_MAX = 10.0
-#: Look for it this often where waiting must not block anybody.
+#: Look this often for the lock of another process where waiting must not block anybody.
 _BUSY_SLEEP_SECONDS = 0.005
-#: Operations that share one commit; more would make the first of them wait.
+#: Parts that share one commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
+#: Turns share a commit while they are this short, so that nobody waits long for somebody else's handler.
+_SHARED_TURN_MICROS = 5_000
+#: So many rows are written on the event loop within about a millisecond.
+_HERE_ROWS_MAX = 64
+#: Commits are made on the event loop while they take no longer than this.
+_HERE_COMMIT_MICROS = 2_000
 
 
-class Turn(Protocol):
-    """One transaction, from ``begin`` to ``end``."""
-
-    async def begin(self) -> None:
-        """Wait for the write lock and take it."""
-        ...
-
-    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        """Run a blocking call inside the transaction."""
-        ...
-
-    async def conclude(self, function: Callable[[], None]) -> None:
-        """Run a last call and commit; rolled back if it raises, and over in any case."""
-        ...
-
-    async def end(self, statement: str) -> None:
-        """Commit or roll back unless it is over; afterwards nothing of the transaction is open, even if this raises."""
-        ...
-
-
-class Writer(Protocol):
+class Writer:
     """The writer's connection behind its queue."""
 
-    session: Session
+    def __init__(
+        self,
+        connect: Callable[[Patience], apsw.Connection],
+        clock: Clock,
+        runner: Runner,
+        *,
+        threaded: bool,
+        lasting: bool,
+    ) -> None:
+        self._clock = clock
+        self._runner = runner
+        self._threaded = threaded
+        self._link = Link(connect, clock, lasting=lasting)
+        self._waiting: deque[Write | Turn] = deque()
+        self._kept: list[Told] = []
+        #: The turn whose owner may run statements.
+        self._turn: Turn | None = None
+        #: Parts of the transaction that is not committed yet.
+        self._parts = 0
+        self._turn_micros = 0
+        self._busy = False
+        self._scheduled = False
+        self._closed = False
+        self._quiet: asyncio.Future[None] | None = None
+        self._process = os.getpid()
+        self._home = threading.get_ident()
+        self._loop: asyncio.AbstractEventLoop
 
     async def open(self) -> None:
         """Connect."""
-        ...
+        self._loop = asyncio.get_running_loop()
+        self._link.patience.allowed = self._threaded
+        await self._runner.run(self._link.open)
 
-    async def write(self, operation: Callable[[Session], Answer]) -> Answer:
+    async def write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
         """Run an operation in a transaction that others may share; durable when it returns."""
-        ...
-
-    def turn(self) -> Turn:
-        """Take a turn of one's own."""
-        ...
-
-    async def close(self) -> None:
-        """Finish what was asked, then close the connection."""
-        ...
-
-
-def end(session: Session, statement: str) -> None:
-    """Commit or roll back; after any failure nothing of the transaction is left behind."""
-    connection = session.connection
-    try:
-        if connection.in_transaction:
-            connection.execute(statement)
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-def conclude(session: Session, function: Callable[[], None]) -> None:
-    """Run a last call in the transaction and commit; if either fails, nothing of the transaction is left behind."""
-    try:
-        function()
-    except BaseException:
-        end(session, "ROLLBACK")
-        raise
-    end(session, "COMMIT")
-
-
-def run_together(session: Session, operations: list[Operation]) -> list[Any]:
-    """Run operations in one transaction: all of them are durable afterwards, or none happened."""
-    session.connection.execute("BEGIN IMMEDIATE")
-    try:
-        answers = [operation(session) for operation in operations]
-        session.connection.execute("COMMIT")
-    except BaseException:
-        end(session, "ROLLBACK")
-        raise
-    return answers
-
-
-class ThreadWriter:
-    """Writes in a thread of its own, so that a slow disk does not stop the event loop."""
-
-    def __init__(self, connect: Callable[[], apsw.Connection], clock: Clock) -> None:
-        self._connect = connect
-        self._clock = clock
-        self._jobs: SimpleQueue[tuple[Operation, asyncio.Future[Any]] | _ThreadTurn | None] = SimpleQueue()
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="onefold-writer", daemon=True)
-        self.session: Session
-
-    async def open(self) -> None:
-        """Start the thread and connect in it."""
-        self._thread.start()
-        await self.write(lambda _: None)
-
-    async def write(self, operation: Callable[[Session], Answer]) -> Answer:
-        future = self.future()
-        self._jobs.put((operation, future))
-        answer: Answer = await future
+        answer: Answer = await self._queue(Write(operation, None, rows, self._future()))
         return answer
 
-    def turn(self) -> _ThreadTurn:
-        return _ThreadTurn(self)
+    async def write_each(
+        self, operation: Callable[[Session, Sequence[Any]], list[Answer]], items: Sequence[Any]
+    ) -> list[Answer]:
+        """Like ``write``, for one answer per item: callers with the same operation are served by one run of it."""
+        answers: list[Answer] = await self._queue(Write(operation, items, len(items), self._future()))
+        return answers
 
-    def future(self) -> asyncio.Future[Any]:
-        """Make the place where the thread puts an answer."""
-        if os.getpid() != self._process:
-            raise StoreError("this store was opened before a fork; open one in the child process")
-        return asyncio.get_running_loop().create_future()
-
-    def submit(self, turn: _ThreadTurn) -> None:
-        """Queue a turn behind what was asked before."""
-        self._jobs.put(turn)
+    def turn(self) -> Turn:
+        """Make a turn of one's own, which begins with its first call."""
+        return Turn(self)
 
     async def close(self) -> None:
-        self._jobs.put(None)
-        if os.getpid() == self._process:
-            await asyncio.to_thread(self._thread.join)
-
-    def _work(self) -> None:
-        try:
-            self.session = Session(self._connect(), self._clock)
-        except BaseException as error:
-            self._refuse_all(error)
+        """Finish what was asked, roll back what is open, then close the connection."""
+        self._closed = True
+        if os.getpid() != self._process:
             return
-        job = self._jobs.get()
-        while job is not None:
-            if isinstance(job, _ThreadTurn):
-                job.serve(self.session)
-                job = self._jobs.get()
+        if self._busy or self._waiting:
+            self._quiet = self._future()
+            await self._quiet
+        await self._runner.run(self._link.close)
+
+    # what turns use
+
+    def ask(self, turn: Turn, call: Call) -> asyncio.Future[Any]:
+        """Run a call when it is this turn's turn."""
+        if not turn.queued:
+            turn.queued = True
+            self._waiting.append(turn)
+        turn.calls.append(call)
+        self._proceed_soon()
+        return call.future
+
+    def forget(self, turn: Turn) -> bool:
+        """Take back a turn that has not begun."""
+        if turn not in self._waiting:
+            return False
+        self._waiting.remove(turn)
+        return True
+
+    def future(self) -> asyncio.Future[Any]:
+        return self._future()
+
+    # on the event loop
+
+    def _queue(self, write: Write) -> asyncio.Future[Any]:
+        self._waiting.append(write)
+        self._proceed_soon()
+        return write.future
+
+    def _future(self) -> asyncio.Future[Any]:
+        """Make the place where an answer is put, for somebody who may ask."""
+        if os.getpid() != self._process:
+            raise StoreError("this store was opened before a fork; open one in the child process")
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if threading.get_ident() != self._home or self._busy or self._waiting or self._turn:
+                raise StoreError("this store was opened in another thread or event loop; open one for each")
+            self._loop = loop
+        return loop.create_future()
+
+    def _proceed_soon(self) -> None:
+        """Write after everybody who can run now had the chance to join."""
+        if not self._busy and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._proceed)
+
+    def _proceed(self) -> None:
+        self._scheduled = False
+        if self._busy:
+            return
+        round_, rows = self._collect()
+        if not round_.steps:
+            if self._quiet is not None and not self._quiet.done():
+                self._quiet.set_result(None)
+            return
+        self._busy = True
+        if (not self._threaded or self._fits_here(round_, rows)) and round_.run(patient=False):
+            self._finish(round_)
+        elif self._threaded:
+            self._runner.submit(partial(self._run_there, round_))
+        else:
+            self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
+
+    def _fits_here(self, round_: Round, rows: int) -> bool:
+        return round_.commits and 0 <= rows <= _HERE_ROWS_MAX and self._link.commit_micros <= _HERE_COMMIT_MICROS
+
+    def _run_there(self, round_: Round) -> None:
+        """In the thread."""
+        round_.run(patient=True)
+        tell(self._loop, self._finish, round_)
+
+    def _run_later(self, round_: Round, give_up_at: int) -> None:
+        """Without threads: look again for the lock after a while."""
+        last = self._clock.steady() >= give_up_at
+        if round_.run(patient=last):
+            self._finish(round_)
+        else:
+            self._loop.call_later(_BUSY_SLEEP_SECONDS, self._run_later, round_, give_up_at)
+
+    def _finish(self, round_: Round) -> None:
+        for future, answer, error in round_.told:
+            if future.done():
                 continue
-            together = [job]
-            job = self._collect(together)
-            self._flush(together)
-            if job is _NOTHING:
-                job = self._jobs.get()
-        self.session.connection.close()
+            if error is None:
+                future.set_result(answer)
+            else:
+                future.set_exception(error)
+        if self._link.checkpoint_due:
+            self._runner.submit(self._checkpoint)
+        else:
+            self._free()
 
-    def _collect(self, together: list[tuple[Operation, asyncio.Future[Any]]]) -> Any:
-        """Take what else waits, up to the next turn; return what is to be done after it."""
-        while len(together) < _TOGETHER_MAX:
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                return _NOTHING
-            if not isinstance(job, tuple):
-                return job
-            together.append(job)
-        return _NOTHING
+    def _checkpoint(self) -> None:
+        self._link.checkpoint()
+        tell(self._loop, self._free)
 
-    def _flush(self, together: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
-        """Commit together; when that fails, each alone, so that one operation cannot fail another."""
-        try:
-            answers = run_together(self.session, [operation for operation, _ in together])
-        except BaseException as error:
-            if len(together) == 1:
-                _tell(together[0][1].get_loop(), [(together[0][1], None, error)])
-                return
-            for one in together:
-                self._flush([one])
-            return
-        told: list[_Told] = [(future, answer, None) for (_, future), answer in zip(together, answers, strict=True)]
-        _tell(together[0][1].get_loop(), told)
+    def _free(self) -> None:
+        self._busy = False
+        if self._waiting or self._quiet is not None or (self._turn is not None and self._turn.calls):
+            self._proceed_soon()
 
-    def _refuse_all(self, error: BaseException) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, tuple):
-                _tell(job[1].get_loop(), [(job[1], None, error)])
+    # what is done next
+
+    def _collect(self) -> tuple[Round, int]:
+        """Take what can be done now: calls of the open turn, and whoever may follow in the same transaction.
+
+        The second figure is the number of rows; negative when a turn has a part in it.
+        """
+        round_, rows = Round(self._link, self._kept), 0
+        last: list[Write] = []
+        while True:
+            if self._turn is not None:
+                if not self._turn.calls:
+                    break
+                rows = -_TOGETHER_MAX * _TOGETHER_MAX
+                call = self._turn.calls.popleft()
+                round_.steps.append((self._turn.part, call))
+                if call.ending is not None:
+                    self._end_turn(self._turn)
+            elif not self._waiting or not self._may_join(self._waiting[0]):
+                break
+            else:
+                self._parts += 1
+                joining = self._waiting.popleft()
+                if isinstance(joining, Turn):
+                    self._turn, joining.since, last = joining, self._clock.steady(), []
+                    continue
+                rows += joining.rows
+                if last and joining.items is not None and last[0].operation is joining.operation:
+                    last.append(joining)
+                else:
+                    last = [joining]
+                    round_.steps.append(last)
+        round_.commits = self._turn is None
+        if round_.commits:
+            self._parts = 0
+        return round_, rows
+
+    def _may_join(self, joining: Write | Turn) -> bool:
+        """Whether this may go into the transaction that is being made up."""
+        if self._parts == 0:
+            return True
+        if self._parts >= _TOGETHER_MAX:
+            return False
+        return isinstance(joining, Write) or self._turn_micros <= _SHARED_TURN_MICROS
+
+    def _end_turn(self, turn: Turn) -> None:
+        took = self._clock.steady() - turn.since
+        self._turn_micros = took if took > self._turn_micros else (9 * self._turn_micros + took) // 10
+        self._turn = None
 
 
-_NOTHING: Any = object()
+class Turn:
+    """One transaction, from its first call to its end."""
 
+    __slots__ = ("_over", "_writer", "calls", "part", "queued", "since")
 
-class _ThreadTurn:
-    """A turn in the writer's thread: while it lasts, the thread serves nobody else."""
-
-    def __init__(self, writer: ThreadWriter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._calls: SimpleQueue[tuple[_Call, str | None]] = SimpleQueue()
-        self._queued = False
         self._over = False
-
-    async def begin(self) -> None:
-        await self._ask(lambda: None, (), None)
+        self.calls: deque[Call] = deque()
+        self.part = Part()
+        self.queued = False
+        self.since = 0
 
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """Run a blocking call, whose first argument is the session, inside the transaction."""
         answer: Answer = await self._ask(function, args, None)
         return answer
 
-    async def conclude(self, function: Callable[[], None]) -> None:
+    async def conclude(self, function: Callable[..., None], *args: Any) -> None:
+        """Run a last call and commit; rolled back if it raises, and over in any case."""
         self._over = True
-        await self._ask(lambda: conclude(self._writer.session, function), (), "COMMIT")
+        await self._ask(function, args, Ending.COMMIT)
 
-    async def end(self, statement: str) -> None:
-        if self._queued and not self._over:
-            self._over = True
-            await self._ask(lambda: end(self._writer.session, statement), (), statement)
-
-    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], ending: str | None) -> asyncio.Future[Any]:
-        future = self._writer.future()
-        self._calls.put(((function, args, future), ending))
-        if not self._queued:
-            self._queued = True
-            self._writer.submit(self)
-        return future
-
-    def serve(self, session: Session) -> None:
-        """In the thread: begin, run what the owner asks, until it ends the turn."""
-        failed: BaseException | None = None
-        try:
-            session.connection.execute("BEGIN IMMEDIATE")
-        except BaseException as error:
-            failed = error
-        ending: str | None = None
-        while ending is None:
-            (function, args, future), ending = self._calls.get()
-            if failed is not None:
-                # Nothing was begun: every call fails with the reason, and only a rollback has nothing to complain of.
-                _tell(future.get_loop(), [(future, None, None if ending == "ROLLBACK" else failed)])
-                continue
-            try:
-                told: _Told = (future, function(*args), None)
-            except BaseException as error:
-                told = (future, None, error)
-            _tell(future.get_loop(), [told])
-
-
-def _tell(loop: asyncio.AbstractEventLoop, told: list[_Told]) -> None:
-    try:
-        loop.call_soon_threadsafe(_answer_all, told)
-    except RuntimeError:
-        return  # the event loop was closed; nobody waits for the answers any more
-
-
-def _answer_all(told: list[_Told]) -> None:
-    for future, answer, error in told:
-        if future.done():
-            continue
-        if error is None:
-            future.set_result(answer)
-        else:
-            future.set_exception(error)
-
-
-class InlineWriter:
-    """Writes where it is asked, without threads, so that a simulation is the same every time."""
-
-    def __init__(self, connect: Callable[[], apsw.Connection], clock: Clock) -> None:
-        self._connect = connect
-        self._clock = clock
-        self._free = asyncio.Lock()
-        self._writes: Coalescer[Operation, Any] = Coalescer(self._flush, most=_TOGETHER_MAX)
-        self.session: Session
-
-    async def open(self) -> None:
-        """Connect."""
-        self.session = Session(self._connect(), self._clock)
-
-    async def write(self, operation: Callable[[Session], Answer]) -> Answer:
-        answer: Answer = (await self._writes.add([operation]))[0]
-        return answer
-
-    def turn(self) -> _InlineTurn:
-        return _InlineTurn(self)
-
-    async def close(self) -> None:
-        await self._writes.close()
-        self.session.connection.close()
-
-    async def _flush(self, operations: list[Operation]) -> list[Any]:
-        async with self._free:
-            return await self.patiently(partial(run_together, self.session, operations))
-
-    async def patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat a call that found the write lock taken, for a bounded time."""
-        give_up_at = self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS)
-        while True:
-            try:
-                return call()
-            except (apsw.BusyError, apsw.LockedError):
-                if self._clock.steady() >= give_up_at:
-                    raise
-            await self._clock.sleep(_BUSY_SLEEP_SECONDS)
-
-    async def take(self) -> None:
-        """Wait for the turn and begin a transaction."""
-        await self._free.acquire()
-        try:
-            await self.patiently(partial(self.session.connection.execute, "BEGIN IMMEDIATE"))
-        except BaseException:
-            self._free.release()
-            raise
-
-    def give(self) -> None:
-        """Let the next one have the turn."""
-        self._free.release()
-
-
-class _InlineTurn:
-    def __init__(self, writer: InlineWriter) -> None:
-        self._writer = writer
-        self._begun = False
-
-    async def begin(self) -> None:
-        await self._writer.take()
-        self._begun = True
-
-    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        return function(*args)
-
-    async def conclude(self, function: Callable[[], None]) -> None:
-        self._begun = False
-        try:
-            conclude(self._writer.session, function)
-        finally:
-            self._writer.give()
-
-    async def end(self, statement: str) -> None:
-        if not self._begun:
+    async def end(self, ending: Ending) -> None:
+        """Commit or roll back unless it is over; afterwards nothing of the transaction is open, even if this raises."""
+        if self._over or not self.queued:
             return
-        self._begun = False
-        try:
-            end(self._writer.session, statement)
-        finally:
-            self._writer.give()
+        self._over = True
+        if ending is Ending.ROLLBACK and self._writer.forget(self):
+            return
+        await self._ask(_nothing, (), ending)
+
+    def _ask(self, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None) -> asyncio.Future[Any]:
+        return self._writer.ask(self, Call(function, args, ending, self._writer.future()))
+
+
+def _nothing(session: Session) -> None:
+    """Commit what is there."""

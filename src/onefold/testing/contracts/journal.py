@@ -298,7 +298,7 @@ class JournalContract(Contract):
     async def test_no_wake_up_is_lost_in_a_race(self, bench: Bench) -> None:
         """B22: parking and telling at the same time, from two stores, again and again."""
         other = await bench.another()
-        for number in range(40):
+        for number in range(15):
             lease = await bench.leased()
             telling = (other.record(lease.id, [signal(f"{number}/{n}")]) for n in range(3))
             parking = bench.store.settle([(lease, Parked(None, lease.wake, awaits=3))])

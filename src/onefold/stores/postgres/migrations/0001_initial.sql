@@ -41,6 +41,9 @@ CREATE TABLE onefold.delivery (
     state smallint NOT NULL CHECK (state IN (0, 1)),
     -- Whether its handler may have begun under the current lease, so that a worker's death may be its doing.
     started smallint NOT NULL DEFAULT 0 CHECK (started IN (0, 1)),
+    -- How much others have recorded for it; and, only while it is parked, at how much it is due.
+    wake integer NOT NULL DEFAULT 0,
+    wake_target bigint CHECK (wake_target IS NULL OR state = 0),
     queue text COLLATE "C" NOT NULL,
     message_type text COLLATE "C" NOT NULL,
     worker text,
@@ -110,6 +113,27 @@ CREATE TABLE onefold.attempt (
     PRIMARY KEY (message_id, fence)
 );
 
+-- The journals: what the owner of a message did step by step, and what others told it.
+CREATE TABLE onefold.step (
+    message_id uuid NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    kind smallint NOT NULL CHECK (kind BETWEEN 0 AND 11),
+    seq bigint GENERATED ALWAYS AS IDENTITY,
+    at bigint NOT NULL,
+    fingerprint bytea NOT NULL,
+    -- Null when it is so large that it lies in parts.
+    value bytea,
+    PRIMARY KEY (message_id, name, kind)
+);
+
+CREATE TABLE onefold.blob (
+    message_id uuid NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    part integer NOT NULL,
+    data bytea NOT NULL,
+    PRIMARY KEY (message_id, name, part)
+);
+
 CREATE TABLE onefold.event (
     seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at bigint NOT NULL,
@@ -134,8 +158,8 @@ CREATE TABLE onefold.register (
 CREATE VIEW onefold.inbox AS
 SELECT
     m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.causation_id,
-    CASE coalesce(d.state, o.state)
-        WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
+    CASE coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+        WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 2 THEN 'parked' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
         WHEN 5 THEN 'cancelled' WHEN 6 THEN 'discarded'
     END AS state,
     coalesce(d.fence, o.fence) AS fence,

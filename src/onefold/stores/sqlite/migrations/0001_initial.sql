@@ -1,7 +1,9 @@
 -- A message's life in five tables.
 -- `message` never changes until its body is dropped; `delivery` is the narrow row that moves while it lives;
 -- `outcome` replaces the delivery when it ended; `key` outlives both; `attempt` says what went wrong on the way.
+-- People know a message by its id, the tables by its number `seq`, which is shorter and quicker to find.
 -- Instants are microseconds since 1970, UTC; `lease_until` alone is on the machine's steady clock.
+-- Checks name ranges, because SQLite builds a table for every row it compares with a list of three.
 
 CREATE TABLE onefold_message (
     seq INTEGER PRIMARY KEY,
@@ -19,18 +21,25 @@ CREATE TABLE onefold_message (
     headers BLOB
 );
 
+-- The highest number of a message that is gone: no number is given twice, so an old lease cannot meet a new message.
+CREATE TABLE onefold_sequence (
+    last INTEGER NOT NULL
+);
+
+INSERT INTO onefold_sequence (last) VALUES (0);
+
 CREATE TABLE onefold_delivery (
-    id TEXT NOT NULL PRIMARY KEY,
+    seq INTEGER PRIMARY KEY,
     queue TEXT NOT NULL,
     message_type TEXT NOT NULL,
-    state INTEGER NOT NULL CHECK (state IN (0, 1)),
+    state INTEGER NOT NULL CHECK (state BETWEEN 0 AND 1),
     due_at INTEGER NOT NULL,
     expires_at INTEGER NOT NULL,
     fence INTEGER NOT NULL CHECK (fence >= 1),
     attempt INTEGER NOT NULL CHECK (attempt >= 0),
     crashes INTEGER NOT NULL CHECK (crashes >= 0),
     -- Whether its handler may have begun under the current lease, so that a worker's death may be its doing.
-    started INTEGER NOT NULL DEFAULT 0 CHECK (started IN (0, 1)),
+    started INTEGER NOT NULL DEFAULT 0 CHECK (started BETWEEN 0 AND 1),
     replay_count INTEGER NOT NULL,
     lease_until INTEGER,
     worker TEXT,
@@ -39,7 +48,7 @@ CREATE TABLE onefold_delivery (
     wake_target INTEGER CHECK (wake_target IS NULL OR state = 0),
     CHECK ((state = 1) = (lease_until IS NOT NULL)),
     CHECK ((state = 1) = (worker IS NOT NULL))
-) WITHOUT ROWID;
+);
 
 -- What may be claimed, in the order in which it is: one short range per queue.
 CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, due_at) WHERE state = 0;
@@ -49,9 +58,8 @@ CREATE INDEX onefold_delivery_lease ON onefold_delivery (lease_until) WHERE stat
 CREATE INDEX onefold_delivery_crashed ON onefold_delivery (queue, due_at) WHERE crashes > 0;
 
 CREATE TABLE onefold_outcome (
-    id TEXT NOT NULL PRIMARY KEY,
-    queue TEXT NOT NULL,
-    state INTEGER NOT NULL CHECK (state IN (3, 4, 5, 6)),
+    seq INTEGER PRIMARY KEY,
+    state INTEGER NOT NULL CHECK (state BETWEEN 3 AND 6),
     fence INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     crashes INTEGER NOT NULL,
@@ -61,19 +69,22 @@ CREATE TABLE onefold_outcome (
     purge_at INTEGER NOT NULL,
     result BLOB,
     failure BLOB,
+    -- The message's id while it is a dead letter, so that their pages follow the ids without reading the rest.
+    letter TEXT,
     CHECK ((state = 3) = (result IS NOT NULL)),
-    CHECK ((state IN (4, 6)) = (failure IS NOT NULL))
-) WITHOUT ROWID;
+    CHECK ((state = 4 OR state = 6) = (failure IS NOT NULL)),
+    CHECK ((state = 4) = (letter IS NOT NULL))
+);
 
 -- The next time that anything of an ended message is to be removed: first its body, then all of it.
 CREATE INDEX onefold_outcome_purge ON onefold_outcome (purge_at);
-CREATE INDEX onefold_outcome_dead ON onefold_outcome (id) WHERE state = 4;
+CREATE INDEX onefold_outcome_letter ON onefold_outcome (letter) WHERE letter IS NOT NULL;
 
 CREATE TABLE onefold_key (
     scope TEXT NOT NULL,
     key TEXT NOT NULL,
-    kind INTEGER NOT NULL CHECK (kind IN (0, 1, 2)),
-    message_id TEXT NOT NULL,
+    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 2),
+    seq INTEGER NOT NULL,
     fingerprint BLOB NOT NULL,
     schema_version INTEGER NOT NULL,
     expires_at INTEGER,
@@ -84,14 +95,14 @@ CREATE TABLE onefold_key (
 CREATE INDEX onefold_key_expires ON onefold_key (expires_at) WHERE expires_at IS NOT NULL;
 
 CREATE TABLE onefold_attempt (
-    message_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
     fence INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     at INTEGER NOT NULL,
     worker TEXT NOT NULL,
     failure BLOB NOT NULL,
     delay REAL,
-    PRIMARY KEY (message_id, fence)
+    PRIMARY KEY (seq, fence)
 ) WITHOUT ROWID;
 
 -- The journals: what the owner of a message did step by step, and what others told it.
@@ -150,5 +161,5 @@ SELECT
     m.created_at, d.due_at, o.ended_at, o.kept_until, d.worker,
     o.result, o.failure
 FROM onefold_message m
-LEFT JOIN onefold_delivery d ON d.id = m.id
-LEFT JOIN onefold_outcome o ON o.id = m.id;
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq;

@@ -1,0 +1,79 @@
+"""Which files SQLite may be let loose on: decided before anything is opened or written."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from onefold.errors import ConfigurationError, SchemaError
+
+#: On these file systems locks or shared memory do not work between machines, and the file would be damaged.
+_NETWORK_FILE_SYSTEMS = {
+    "9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "smb2", "smb3", "smbfs",
+}  # fmt: skip
+
+_MAGIC = b"SQLite format 3\0"
+#: Directories whose file system is remembered; a process opens few.
+_DIRECTORIES_MAX = 64
+
+
+def refuse_unsafe_file(path: str, mounts: str | None = None) -> None:
+    """Refuse a file that SQLite must not be let loose on."""
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigurationError(f"{path} is a directory; name a file in it")
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"{path}: the directory {file.parent} does not exist; create it first")
+    directory = file.parent.resolve()
+    kind = _remembered(directory, directory.stat().st_dev) if mounts is None else _file_system(directory, mounts)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        raise ConfigurationError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold; "
+            "use a local disk, or PostgreSQL for several machines"
+        )
+    if file.exists():
+        _refuse_damaged(file)
+
+
+def damaged(path: str) -> SchemaError:
+    """Say that a file is not a database, and what to do."""
+    return SchemaError(
+        f"{path} is not a sound SQLite database; nothing was written to it.  Move it away and restore a backup, "
+        "or save what can be read with `sqlite3 FILE .recover`"
+    )
+
+
+def _refuse_damaged(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(32)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
+    wal = Path(f"{file}-wal")
+    if head and head[:16] != _MAGIC:
+        raise damaged(str(file))
+    if not head and wal.exists() and wal.stat().st_size:
+        raise damaged(str(file))
+
+
+@lru_cache(_DIRECTORIES_MAX)
+def _remembered(directory: Path, device: int) -> str:
+    """Return the kind of file system, asked once per directory and device: another mount is another device."""
+    try:
+        mounts = Path("/proc/mounts").read_text()
+    except OSError:
+        return ""  # not Linux: the kind of file system cannot be told this way
+    return _file_system(directory, mounts)
+
+
+def _file_system(directory: Path, mounts: str) -> str:
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        if len(point) >= len(best) and (directory == Path(point) or Path(point) in directory.parents):
+            best, kind = point, fields[2]
+    return kind

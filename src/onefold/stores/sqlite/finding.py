@@ -1,0 +1,45 @@
+"""The read side: one page of records, the attempts of a message, and how many there are."""
+
+from __future__ import annotations
+
+from onefold import limits
+from onefold.store import Attempt, Counts, Query, Record, State
+from onefold.stores.rows import allows, attempt_of, record_of
+from onefold.stores.sqlite.session import Row, Session, as_json
+
+
+def find(session: Session, query: Query) -> list[Record]:
+    """Return one page of records, read from where there are the fewest."""
+    if query.ids is not None:
+        found = [record_of(row) for row in session.rows("find_ids", as_json(query.ids))]
+        return [record for record in found if allows(query, record)]
+    return [record_of(row) for row in _rows(session, query)]
+
+
+def _rows(session: Session, query: Query) -> list[Row]:
+    limit = min(query.limit, limits.PAGE_MAX)
+    given = (query.after, query.queue, query.message_type, query.correlation_id, limit)
+    # Crashes are asked for among the living only.
+    states = as_json([int(s) for s in query.states or State if query.crashes is None or not s.ended])
+    if query.worker is not None:
+        return session.rows("find_leased", query.worker, *given, states, query.crashes)
+    if query.crashes:
+        return session.rows("find_crashed", query.crashes, *given, states)
+    if query.states == (State.DEAD,):
+        return session.rows("find_dead", *given)
+    return session.rows("find_any", *given, states)
+
+
+def attempts(session: Session, message_id: str) -> list[Attempt]:
+    """Return the failed runs of one message, oldest first."""
+    return [attempt_of(row) for row in session.rows("attempts", message_id)]
+
+
+def count(session: Session) -> dict[str, Counts]:
+    """Return, per queue, how many messages wait, run and are dead."""
+    counts: dict[str, dict[str, int]] = {}
+    for queue, state, number in session.rows("count_alive"):
+        counts.setdefault(queue, {})[State(state).name.lower()] = number
+    for queue, number in session.rows("count_dead"):
+        counts.setdefault(queue, {})["dead"] = number
+    return {queue: Counts(**numbers) for queue, numbers in counts.items()}

@@ -1,0 +1,154 @@
+"""The writer's connection and the transaction on it, in which several callers' work may commit together.
+
+Everybody's work can be undone by itself, and nobody's is kept before all of it is durable.
+Plain blocking code: whoever runs it sees to it that nobody else does meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import apsw
+
+from onefold.clock import MICROSECONDS, Clock
+from onefold.errors import StoreUnavailableError
+from onefold.stores.sqlite.connection import BREAKING, Patience
+from onefold.stores.sqlite.session import Session
+
+#: A connection that broke is replaced after this long, doubling up to the second figure while that fails.
+_BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.05, 5.0
+#: The log is copied into the file when it has this many pages, as SQLite itself would do in somebody's commit.
+_CHECKPOINT_PAGES = 1_000
+
+
+class Link:
+    """One connection for writing; replaced when it breaks."""
+
+    def __init__(self, connect: Callable[[Patience], apsw.Connection], clock: Clock, *, lasting: bool) -> None:
+        self._connect = connect
+        self._clock = clock
+        self._lasting = lasting
+        self._open = False
+        self._broken: BaseException | None = None
+        self._again_at = 0
+        self._back_off = _BACK_OFF_SECONDS
+        self._log_pages = 0
+        self._copied_at = 0
+        self.patience = Patience(allowed=True)
+        self.session: Session
+        self._connected = False
+        #: Microseconds that a commit takes: rises at once, falls slowly.
+        self.commit_micros = 0
+
+    def open(self) -> None:
+        """Connect."""
+        connection = self._connect(self.patience)
+        connection.set_wal_hook(self._note_pages)
+        self.session = Session(connection, self._clock)
+        self._connected = True
+        self._broken, self._back_off, self._log_pages = None, _BACK_OFF_SECONDS, 0
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._connected:
+            self.session.connection.close()
+
+    # the transaction
+
+    def begin(self) -> bool:
+        """Begin somebody's part: alone in a transaction, or, then it is nested, behind others in one."""
+        if self._broken is not None:
+            self._replace()
+        nested = self._open
+        self.session.connection.execute("SAVEPOINT onefold_part" if nested else "BEGIN IMMEDIATE")
+        self._open = True
+        return nested
+
+    def keep(self, nested: bool) -> None:
+        """End a part that is to be committed with the others."""
+        if nested:
+            self.session.connection.execute("RELEASE onefold_part")
+
+    def undo(self, nested: bool) -> None:
+        """End a part as if it had never begun; what others did in the same transaction stays."""
+        connection = self.session.connection
+        if nested:
+            connection.execute("ROLLBACK TO onefold_part")
+            connection.execute("RELEASE onefold_part")
+        else:
+            connection.execute("ROLLBACK")
+            self._open = False
+
+    def commit(self) -> None:
+        """Make everything durable that was kept; when this raises, nothing of it is."""
+        if not self._open:
+            return
+        began = self._clock.steady()
+        self.session.connection.execute("COMMIT")
+        self._open = False
+        took = self._clock.steady() - began
+        self.commit_micros = took if took > self.commit_micros else (9 * self.commit_micros + took) // 10
+
+    def refuse_dangling(self) -> None:
+        """Raise for a reference of the caller's that points nowhere: it would fail the commit of everybody else."""
+        if self.session.connection.status(apsw.SQLITE_DBSTATUS_DEFERRED_FKS)[0]:
+            raise apsw.ConstraintError("FOREIGN KEY constraint failed")
+
+    @property
+    def lost(self) -> bool:
+        """Whether the transaction is gone: SQLite rolled it back by itself, or there is no connection any more."""
+        try:
+            return self._open and not self.session.connection.in_transaction
+        except apsw.ConnectionClosedError:
+            return True
+
+    def abandon(self, error: BaseException) -> None:
+        """After an error that ended the transaction: leave nothing of it, and no broken connection, behind."""
+        with suppress(apsw.Error):
+            if self.session.connection.in_transaction:
+                self.session.connection.execute("ROLLBACK")
+        self._open = False
+        self.note(error)
+
+    # the connection
+
+    def note(self, error: BaseException) -> None:
+        """Take down an error after which the connection cannot be trusted any more."""
+        if self._lasting and isinstance(error, BREAKING) and self._broken is None:
+            self._broken = error
+            self._again_at = self._clock.steady() + round(self._back_off * MICROSECONDS)
+
+    def _replace(self) -> None:
+        """Close and connect again, not more often than the back-off allows."""
+        assert self._broken is not None
+        if self._clock.steady() < self._again_at:
+            raise StoreUnavailableError(f"the database failed a moment ago and is tried again soon: {self._broken}")
+        with suppress(apsw.Error):
+            self.session.connection.close(True)
+        try:
+            self.open()
+        except Exception:
+            self._back_off = min(2 * self._back_off, _BACK_OFF_SECONDS_MAX)
+            self._again_at = self._clock.steady() + round(self._back_off * MICROSECONDS)
+            raise
+
+    def _note_pages(self, _connection: apsw.Connection, _name: str, pages: int) -> int:
+        self._log_pages = pages
+        return apsw.SQLITE_OK
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether the log is long enough to be copied into the file."""
+        # It begins anew when all of it was copied and nobody reads it; until then it is copied once per so many pages.
+        if self._log_pages < self._copied_at:
+            self._copied_at = 0
+        return not self._open and self._log_pages - self._copied_at >= _CHECKPOINT_PAGES
+
+    def checkpoint(self) -> None:
+        """Copy the log into the file, apart from anybody's commit."""
+        self._copied_at = self._log_pages
+        try:
+            self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        except apsw.Error as error:
+            self.note(error)  # nothing is lost: it stays in the log

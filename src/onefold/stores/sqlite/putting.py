@@ -1,0 +1,155 @@
+"""Put: a message comes to rest under its number, or the one that already holds its key is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
+from onefold.errors import KeyReuseError
+from onefold.store import Act, PutOptions, State, Stored
+from onefold.stores import keys
+from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
+from onefold.stores.rows import message_row
+from onefold.stores.sqlite.operating import move
+from onefold.stores.sqlite.session import Row, Session, as_json
+
+KEEP = PutOptions()
+
+
+def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
+    """Store messages; one whose key is taken is reported, not stored."""
+    if options.batch_key is not None:
+        return _put_batch(session, envelopes, options.batch_key)
+    now = session.clock.now()
+    last: int = session.rows("put_last")[0][0]
+    # Every envelope has its number, also one that will turn out to be there already: numbers are plenty.
+    numbers = {e.id: number for number, e in enumerate(envelopes, last + 1)}
+    won = _take_new_keys(session, [e for e in envelopes if e.keyed and e.deduplication_key is None], numbers)
+    fresh: dict[str, Envelope] = {}
+    answers: list[Stored] = []
+    for e in envelopes:
+        if e.id in won or (e.deduplication_key is None and not e.keyed):
+            fresh[e.id] = e
+            answers.append(Stored(e.id, State.SCHEDULED))
+        else:
+            answers.append(_put_contested(session, e, options, numbers, fresh))
+    known = _insert(session, fresh, numbers, now)
+    if not known:
+        return answers
+    return [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
+
+
+def put_sends(session: Session, envelopes: Sequence[Envelope]) -> None:
+    """Put what handlers sent; a key that clashes fails the handler that sent it."""
+    for e, stored in zip(envelopes, put(session, envelopes), strict=True):
+        if stored.clash:
+            raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+
+
+def _take_new_keys(session: Session, envelopes: Sequence[Envelope], numbers: dict[str, int]) -> set[str]:
+    """Take the keys nobody has, and return the ids of the messages that hold theirs now."""
+    rows = [
+        (e.scope, e.idempotency_key, keys.IDEMPOTENCY, numbers[e.id], e.fingerprint, e.schema_version, None)
+        for e in envelopes
+    ]
+    if session.changes("put_key", rows) == len(rows):
+        return {e.id for e in envelopes}
+    return {e.id for e, row in zip(envelopes, rows, strict=True) if session.rows("key_owner", *row[:3]) == [(row[3],)]}
+
+
+def _insert(session: Session, fresh: dict[str, Envelope], numbers: dict[str, int], now: int) -> dict[str, State]:
+    """Write messages and their deliveries; return where those stand that were there already."""
+    rows = [(numbers[e.id], *message_row(e, now)) for e in fresh.values()]
+    known: dict[str, State] = {}
+    if session.changes("put_message", rows) != len(rows):
+        # The answer to an earlier put was lost, and it is asked again: what is there must not begin anew.
+        known = {
+            id_: State(state)
+            for id_, seq, state in session.rows("put_known", as_json(list(fresh)))
+            if seq != numbers[id_]
+        }
+    session.each("put_delivery", [_delivery_row(e, numbers[e.id], now) for e in fresh.values() if e.id not in known])
+    return known
+
+
+def _delivery_row(e: Envelope, seq: int, now: int) -> Row:
+    due_at = e.due_at or now + e.delay
+    return (seq, e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
+
+
+def _put_contested(
+    session: Session, e: Envelope, options: PutOptions, numbers: dict[str, int], fresh: dict[str, Envelope]
+) -> Stored:
+    """Store a message whose key is taken, or which has two keys: the idempotency key decides first."""
+    now = session.clock.now()
+    free: list[tuple[str, int, int | None]] = []
+    for kind, key, decide in (
+        (keys.IDEMPOTENCY, e.idempotency_key if e.keyed else None, judge),
+        (keys.DEDUPLICATION, e.deduplication_key, judge_deduplication),
+    ):
+        if key is None:
+            continue
+        holder = _holder(session, e.scope, key, kind, numbers, fresh)
+        verdict = Verdict.FREE if holder is None else decide(holder, e, now)
+        if holder is None or verdict is Verdict.FREE:
+            free.append((key, kind, now + e.deduplicate_for if kind else None))
+        else:
+            return _report(session, e, (e.scope, key, kind), holder, verdict, options)
+    for key, kind, expires_at in free:
+        _take_key(session, (e.scope, key, kind, numbers[e.id], e.fingerprint, e.schema_version, expires_at))
+    fresh[e.id] = e
+    return Stored(e.id, State.SCHEDULED)
+
+
+def _report(
+    session: Session, e: Envelope, key: tuple[str, str, int], holder: Holder, verdict: Verdict, options: PutOptions
+) -> Stored:
+    """Say who holds the key; a dead letter is reopened if the sender wants that."""
+    if verdict is Verdict.DUPLICATE:
+        session.run("count_suppressed", *key)
+        if options.if_dead == "redrive" and holder.state is State.DEAD:
+            act = Act(actor="sender", reason="sent again with if_dead='redrive'")
+            if move(session, [holder.message_id], State.SCHEDULED, act):
+                return Stored(holder.message_id, State.SCHEDULED, duplicate=True)
+    return Stored(
+        holder.message_id,
+        holder.state or State.SCHEDULED,
+        duplicate=verdict is Verdict.DUPLICATE,
+        clash=verdict is Verdict.CLASH,
+    )
+
+
+def _take_key(session: Session, row: Row) -> None:
+    if not session.changes("put_key", [row]):
+        session.run("take_key", *row)
+
+
+def _holder(
+    session: Session, scope: str, key: str, kind: int, numbers: dict[str, int], fresh: dict[str, Envelope]
+) -> Holder | None:
+    for seq, id_, fingerprint, version, expires_at, state, kept_until in session.rows("key_holder", scope, key, kind):
+        if id_ is None:
+            # Put a moment ago in this very call: its rows are about to be written.  Otherwise the holder is gone.
+            id_ = next((one for one in fresh if numbers[one] == seq), "")
+            state = State.SCHEDULED if id_ else None
+        return Holder(id_, fingerprint, version, expires_at, None if state is None else State(state), kept_until)
+    return None
+
+
+def _put_batch(session: Session, envelopes: Sequence[Envelope], batch_key: str) -> list[Stored]:
+    """All or nothing: every message is new, or every message is the one of the first time."""
+    fingerprint = keys.batch_fingerprint(list(envelopes))
+    holder = _holder(session, keys.BATCH_SCOPE, batch_key, keys.BATCH, {}, {})
+    answers = put(session, envelopes)
+    known = [a for a in answers if a.duplicate or a.clash]
+    same = holder is None or holder.fingerprint == fingerprint
+    if same and len(known) == len(answers) and not any(a.clash for a in answers):
+        return answers
+    if known or (not same and holder is not None and holder.state is not None):
+        raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
+    first: int = session.rows("lease_rows", as_json([envelopes[0].id]))[0][1]
+    expires_at = session.clock.now() + round(limits.KEY_WINDOW * MICROSECONDS)
+    _take_key(session, (keys.BATCH_SCOPE, batch_key, keys.BATCH, first, fingerprint, 1, expires_at))
+    return answers

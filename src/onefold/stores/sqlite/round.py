@@ -1,0 +1,200 @@
+"""One round of the writer: parts of several callers' work, run one after the other where nobody else writes.
+
+An answer inside an open transaction is told at once; what a part wants kept is told after the commit,
+which may come in a later round.  When one part fails, the others do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import apsw
+
+from onefold.errors import StoreUnavailableError
+from onefold.stores.sqlite.connection import BREAKING
+from onefold.stores.sqlite.link import Link
+from onefold.stores.sqlite.session import Session
+
+#: A future, and the answer or the error it is to be given.
+Told = tuple["asyncio.Future[Any]", Any, BaseException | None]
+
+
+class Ending(Enum):
+    """How a call ends its turn."""
+
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+
+
+class Write:
+    """An operation that needs no turn of its own; those on items are run together with others of their kind."""
+
+    __slots__ = ("future", "items", "operation", "rows")
+
+    def __init__(
+        self, operation: Callable[..., Any], items: Sequence[Any] | None, rows: int, future: asyncio.Future[Any]
+    ) -> None:
+        self.operation = operation
+        self.items = items
+        self.rows = rows
+        self.future = future
+
+
+class Call:
+    """One call inside a turn."""
+
+    __slots__ = ("args", "ending", "function", "future")
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None, future: asyncio.Future[Any]
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.ending = ending
+        self.future = future
+
+
+class Part:
+    """A turn's part of the transaction, as whoever runs the round knows it."""
+
+    __slots__ = ("begun", "failed", "nested")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.nested = False
+        #: Why nothing more can be done in it.
+        self.failed: BaseException | None = None
+
+
+Step = list[Write] | tuple[Part, Call]
+
+
+class Round:
+    """Steps to be taken in order, and a commit after them unless a turn stays open."""
+
+    def __init__(self, link: Link, kept: list[Told]) -> None:
+        self._link = link
+        #: To be told after the commit, from this round and those before it.
+        self._kept = kept
+        self.steps: deque[Step] = deque()
+        self.commits = False
+        self.told: list[Told] = []
+
+    def run(self, *, patient: bool) -> bool:
+        """Take the steps; False if another process holds the write lock and there is no patience to wait for it."""
+        self._link.patience.allowed = patient
+        while self.steps:
+            step = self.steps.popleft()
+            if not (self._run_writes(step) if isinstance(step, list) else self._run_call(*step)):
+                self.steps.appendleft(step)
+                return False
+        if self.commits:
+            self._commit()
+        return True
+
+    def _run_writes(self, writes: list[Write]) -> bool:
+        try:
+            nested = self._link.begin()
+        except BaseException as error:
+            if self._must_wait(error):
+                return False
+            self._refuse(writes, error)
+            return True
+        try:
+            answers = _run_together(self._link.session, writes)
+            self._link.keep(nested)
+        except BaseException as error:
+            if self._undo(error, nested) and len(writes) > 1:
+                # Each alone, so that one operation cannot fail another.
+                self.steps.extendleft([one] for one in reversed(writes))
+            else:
+                self._refuse(writes, error)
+            return True
+        self._kept += [(one.future, answer, None) for one, answer in zip(writes, answers, strict=True)]
+        return True
+
+    def _run_call(self, part: Part, call: Call) -> bool:
+        if not part.begun and part.failed is None:
+            try:
+                part.nested = self._link.begin()
+                part.begun = True
+            except BaseException as error:
+                if self._must_wait(error):
+                    return False
+                part.failed = error
+        if part.failed is not None:
+            self.told.append((call.future, None, None if call.ending is Ending.ROLLBACK else part.failed))
+        elif call.ending is Ending.ROLLBACK:
+            self._undo(None, part.nested)
+            self.told.append((call.future, None, None))
+        else:
+            self._run_in(part, call)
+        return True
+
+    def _run_in(self, part: Part, call: Call) -> None:
+        """Run a call in a part that has begun."""
+        try:
+            answer = call.function(self._link.session, *call.args)
+            if call.ending is Ending.COMMIT:
+                self._link.refuse_dangling()
+                self._link.keep(part.nested)
+        except BaseException as error:
+            if call.ending is Ending.COMMIT:
+                self._undo(error, part.nested)
+            elif isinstance(error, BREAKING) or self._link.lost:
+                self._lose(error)
+                part.failed = error
+            self.told.append((call.future, None, error))
+        else:
+            (self.told if call.ending is None else self._kept).append((call.future, answer, None))
+
+    def _commit(self) -> None:
+        try:
+            self._link.commit()
+        except BaseException as error:
+            self._lose(error)
+        else:
+            self.told += self._kept
+            self._kept.clear()
+
+    def _must_wait(self, error: BaseException) -> bool:
+        return isinstance(error, apsw.BusyError) and not self._link.patience.allowed
+
+    def _refuse(self, writes: list[Write], error: BaseException) -> None:
+        self.told += [(one.future, None, error) for one in writes]
+
+    def _undo(self, error: BaseException | None, nested: bool) -> bool:
+        """Undo one part; True if what others did is still there."""
+        try:
+            if not isinstance(error, BREAKING) and not self._link.lost:
+                self._link.undo(nested)
+                return True
+        except BaseException as worse:
+            error = worse
+        self._lose(error or StoreUnavailableError("the transaction was rolled back"))
+        return False
+
+    def _lose(self, error: BaseException) -> None:
+        """The whole transaction is gone: tell everybody who had a part in it."""
+        self._link.abandon(error)
+        if not isinstance(error, (*BREAKING, StoreUnavailableError)):
+            # It is somebody else's mistake, which must not be counted against them.
+            error = StoreUnavailableError("a commit shared with others was rolled back; trying again is safe")
+        self.told += [(future, None, error) for future, _, _ in self._kept]
+        self._kept.clear()
+
+
+def _run_together(session: Session, writes: list[Write]) -> list[Any]:
+    """Return the answer to each of several writes of one kind."""
+    first = writes[0]
+    if first.items is None:
+        return [first.operation(session)]
+    if len(writes) == 1:
+        return [first.operation(session, first.items)]
+    answers = first.operation(session, [item for one in writes for item in one.items or ()])
+    ends = iter(answers)
+    return [[next(ends) for _ in one.items or ()] for one in writes]

@@ -1,0 +1,100 @@
+"""The thread in which blocking calls run, so that a slow disk does not stop the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from onefold.errors import StoreError
+
+Answer = TypeVar("Answer")
+
+
+class Runner(Protocol):
+    """Where blocking calls run."""
+
+    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """Return what the call returns."""
+        ...
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job, which tells by itself when it is done."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was asked."""
+        ...
+
+
+class InlineRunner:
+    """Runs calls where they are made: no threads, so that a simulation is the same every time."""
+
+    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        return function(*args)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadRunner:
+    """Runs calls one after the other in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+
+        def job() -> None:
+            try:
+                answer, error = function(*args), None
+            except BaseException as raised:
+                answer, error = None, raised
+            tell(loop, _answer, future, answer, error)
+
+        self.submit(job)
+        return await future
+
+    def submit(self, job: Callable[[], None]) -> None:
+        if os.getpid() != self._process:
+            raise StoreError("this store was opened before a fork; open one in the child process")
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread after what was asked of it is done."""
+        self._jobs.put(None)
+        if os.getpid() == self._process:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+
+def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    """Call back on the event loop, from another thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return  # the event loop was closed; nobody waits for the answer any more
+
+
+def _answer(future: asyncio.Future[Any], answer: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(answer)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,151 @@
+"""One open transaction on the writer's connection, as its owner sees it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import apsw
+
+from onefold import limits
+from onefold.envelope import Envelope
+from onefold.errors import ConfigurationError, StoreError
+from onefold.step import Step
+from onefold.store import Act, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
+from onefold.stores.sqlite.connection import BREAKING, translated
+from onefold.stores.sqlite.operating import move, purge, record, register, rewind
+from onefold.stores.sqlite.putting import KEEP, put
+from onefold.stores.sqlite.round import Ending
+from onefold.stores.sqlite.session import Row, Session
+from onefold.stores.sqlite.settling import settle, settle_all
+from onefold.stores.sqlite.writer import Turn
+from onefold.stores.steps import or_lost
+
+Answer = TypeVar("Answer")
+
+#: White space and comments before a statement, then its first word if that would end the transaction or nest one.
+_CONTROL = re.compile(
+    r"(?:[\s;\ufeff]|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*(BEGIN|COMMIT|END|ROLLBACK|SAVEPOINT|RELEASE)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class SQLiteTransaction:
+    """Everything in it commits together, or nothing does; it begins with its first call."""
+
+    def __init__(self, path: str, turn: Turn, ring: Callable[[], None]) -> None:
+        self._path = path
+        self._turn = turn
+        self._ring = ring
+        self._brings_work = False
+        #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
+        self._over = False
+
+    async def __aenter__(self) -> SQLiteTransaction:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        over, self._over = self._over, True
+        if error is not None:
+            await self._turn.end(Ending.ROLLBACK)
+        elif not over:
+            await self._translate(self._turn.end(Ending.COMMIT))
+            self._tell()
+
+    @property
+    def connection(self) -> Any:
+        raise ConfigurationError(
+            "the SQLite store lends its connection to nobody, because every message of this process is written through "
+            "it; use execute()"
+        )
+
+    async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
+        self._refuse_late()
+        try:
+            return await self._turn.run(_execute, statement, parameters)
+        except (apsw.BusyError, *BREAKING) as error:
+            # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
+            raise translated(error, self._path) from error
+
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
+        self._brings_work = True
+        return await self._run(put, envelopes, options)
+
+    async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+        self._brings_work = self._brings_work or may_bring_work(settlements)
+        return await self._run(settle, settlements)
+
+    async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        self._refuse_late()
+        self._over = True
+        self._brings_work = self._brings_work or may_bring_work(settlements)
+        await self._translate(self._turn.conclude(settle_all, settlements))
+        self._tell()
+
+    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+        self._brings_work = self._brings_work or isinstance(owner, str)
+        return or_lost(owner, await self._run(record, owner, steps, act))
+
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+        self._brings_work = True
+        return await self._run(rewind, message_id, step, act)
+
+    async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
+        self._brings_work = True
+        return await self._run(move, list(ids), to, act)
+
+    async def register(
+        self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
+    ) -> bool:
+        def write(session: Session) -> bool:
+            return register(session, kind, name, value, version=version, expires_at=expires_at)
+
+        return await self._run(write)
+
+    async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
+        return await self._run(purge, limit)
+
+    async def _run(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        self._refuse_late()
+        return await self._translate(self._turn.run(function, *args))
+
+    async def _translate(self, awaited: Awaitable[Answer]) -> Answer:
+        try:
+            return await awaited
+        except apsw.Error as error:
+            raise translated(error, self._path) from error
+
+    def _refuse_late(self) -> None:
+        if self._over:
+            raise StoreError("the transaction is over; this statement came too late and was not run")
+
+    def _tell(self) -> None:
+        if self._brings_work:
+            self._ring()
+
+
+def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
+    """Whether settling these leaves something that another worker could take at once."""
+    return any(
+        isinstance(o, HandBack | Parked) or lease.envelope.reply_to or (isinstance(o, Done) and (o.sends or o.notes))
+        for lease, o in settlements
+    )
+
+
+def _execute(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[Row]:
+    """Run the caller's SQL, which may be several statements, none of which may end the transaction."""
+    cursor = session.connection.cursor()
+    cursor.exec_trace = _refuse_control
+    return cursor.execute(statement, parameters).fetchall()
+
+
+def _refuse_control(_cursor: apsw.Cursor, statement: str, _parameters: Any) -> bool:
+    if found := _CONTROL.match(statement):
+        raise StoreError(
+            f"{found[1].upper()} is not yours to say here: the transaction ends with the handler or the block"
+        )
+    return True

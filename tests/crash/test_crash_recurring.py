@@ -1,0 +1,192 @@
+"""Killed before and after every statement of a tick: each occurrence is put once, and none is lost.
+
+Faults 1 and 35.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from crash_scenarios import Place
+
+from onefold import App, Context, Query
+from onefold.testing import HastyClock
+from onefold.testing.crash import Point, crash_points
+from onefold.testing.servers import PostgresServer
+
+_numbers = itertools.count(1)
+HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    server: PostgresServer | None = None
+    name = f"crash_recurring_{next(_numbers)}"
+    if request.param == "postgres":
+        server = request.getfixturevalue("postgres_server")
+        place = Place("postgres", server.create_database(name))
+    else:
+        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
+    asyncio.run(_migrated(place))
+    yield place
+    if server is not None:
+        server.drop_database(name)
+
+
+async def _migrated(place: Place) -> None:
+    store = place.store(HastyClock())
+    await store.migrate()
+    await store.open()
+    async with store.transaction() as transaction:
+        await transaction.execute("CREATE TABLE ran (name TEXT NOT NULL, scheduled_for TEXT NOT NULL)")
+    await store.close()
+
+
+class Scene:
+    """A recurring task of its own for every point, on one database."""
+
+    recurring: ClassVar[dict[str, Any]] = {"every": HOUR, "mode": "rate", "catchup": "all"}
+    #: When it is declared, when the child dies, and when somebody puts things right.
+    acts_at, recovers_at = HOUR, HOUR + 30 * MINUTE
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def app(self, number: int, at: timedelta, trace: Any = None) -> App:
+        clock = HastyClock()
+        clock.advance(at)
+        app = App(store=self.place.store(clock, trace), clock=clock)
+        insert = self.place.sql("INSERT INTO ran VALUES (?, ?)")
+
+        @app.recurring(name=f"tick-{number}", **self.recurring)
+        async def tick(ctx: Context) -> None:
+            assert ctx.scheduled_for is not None
+            await ctx.execute(insert, ctx.message.message_type, ctx.scheduled_for.isoformat())
+
+        return app
+
+    async def prepare(self, number: int) -> None:
+        async with self.app(number, timedelta()) as app:
+            await app.work(until_idle=True)
+
+    async def act(self, point: Point) -> None:
+        point.armed = False
+        async with self.app(point.number, self.acts_at, point.trace) as app:
+            point.armed = True
+            await self.interrupted(app, point.number)
+            point.armed = False
+
+    async def interrupted(self, app: App, number: int) -> None:
+        await app.work(until_idle=True)
+
+    async def recover(self, point: Point) -> object:
+        async with self.app(point.number, self.recovers_at) as app:
+            await app.work(until_idle=True)
+            return await self.look(app, point)
+
+    async def look(self, app: App, point: Point) -> object:
+        """Return what is wrong."""
+        return await self.compare(app, point.number, 1)
+
+    async def compare(self, app: App, number: int, expected: int) -> object:
+        name = f"tick-{number}"
+        rows = await app.store.fetch(self.place.sql("SELECT scheduled_for FROM ran WHERE name = ?"), [name])
+        messages = [one for one in await app.find(Query(message_type=name)) if one.state.ended]
+        schedule = (await app.schedules())[name]
+        figures = (len(rows), len(set(rows)), len(messages), schedule.fired)
+        return None if figures == (expected,) * 4 else f"expected {expected}: {figures}, {rows}"
+
+
+class Ticking(Scene):
+    """A worker dies anywhere between looking and the end of the run."""
+
+
+class TickingTogether(Scene):
+    """Two workers look at the same moment, have several occurrences to put, and die together."""
+
+    acts_at, recovers_at = 3 * HOUR, 3 * HOUR + 30 * MINUTE
+
+    async def act(self, point: Point) -> None:
+        point.armed = False
+        one, other = (self.app(point.number, self.acts_at, point.trace) for _ in range(2))
+        async with one, other:
+            point.armed = True
+            await asyncio.gather(*(app.work(queues=["another"], until_idle=True) for app in (one, other)))
+            point.armed = False
+
+    async def look(self, app: App, point: Point) -> object:
+        return await self.compare(app, point.number, 3)
+
+
+class Delaying(Scene):
+    """A worker dies anywhere in a run with a delay, whose end decides about the next."""
+
+    recurring: ClassVar = {"every": HOUR, "mode": "delay"}
+    acts_at, recovers_at = HOUR, HOUR + MINUTE
+
+    async def look(self, app: App, point: Point) -> object:
+        async with self.app(point.number, 4 * HOUR) as later:
+            if wrong := await self.compare(later, point.number, 1):
+                return wrong
+            for _ in range(2):
+                await later.work(until_idle=True)
+            return await self.compare(later, point.number, 2)
+
+
+class Declaring(Scene):
+    """A worker dies while it brings what its code says into the register; the next start does it."""
+
+    acts_at, recovers_at = timedelta(), MINUTE
+
+    async def prepare(self, number: int) -> None:
+        """Nothing is there."""
+
+    async def look(self, app: App, point: Point) -> object:
+        async with self.app(point.number, HOUR) as later:
+            await later.work(until_idle=True)
+            return await self.compare(later, point.number, 1)
+
+
+class Managing(Scene):
+    """A person dies while changing schedules, and says the same again."""
+
+    acts_at, recovers_at = MINUTE, 2 * MINUTE
+
+    async def interrupted(self, app: App, number: int) -> None:
+        name = f"extra-{number}"
+        task = app.tasks[f"tick-{number}"]
+        made = await app.schedule(task.call(), "30 * * * *", name=name)
+        await made.pause()
+        await made.resume()
+        await made.run_now()
+        await app.unschedule(name)
+
+    async def look(self, app: App, point: Point) -> object:
+        await self.interrupted(app, point.number)
+        if f"extra-{point.number}" in await app.schedules():
+            return "it is still there"
+        await app.work(until_idle=True)
+        rows = self.place.sql("SELECT count(*) FROM ran WHERE name = ?")
+        ((ran,),) = await app.store.fetch(rows, [f"tick-{point.number}"])
+        # Asked for by the one who died, perhaps, and by the one who came after.
+        return None if ran in (1, 2) else f"{ran} runs were asked for"
+
+
+@pytest.mark.parametrize("scene", [Ticking, TickingTogether, Delaying, Declaring, Managing])
+def test_killed_at_every_statement_of_a_schedule(
+    scene: type[Scene], place: Place, record_property: Callable[[str, object], None]
+) -> None:
+    here = scene(place)
+    report = crash_points(here.act, here.recover, prepare=here.prepare)
+    record_property(f"crash points on {place.kind}", report.points)
+    print(f"{place.kind} {scene.__name__}: {report}")
+    assert not report.failures, report
+    assert {death.split()[0] for death in report.deaths} == {"before", "after"}
+    # The entry and the message are written between two of them.
+    assert any("register" in death for death in report.deaths)

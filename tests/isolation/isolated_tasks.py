@@ -1,0 +1,317 @@
+"""Tasks that run in processes of their own; imported by the tests and, again, by each of those processes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import datetime as dt
+import decimal
+import os
+import signal
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import apsw
+
+from onefold import App, Context, HandlerError, HandlerTimeoutError, RetryPolicy, SyncApp, SyncContext
+from onefold.testing import HastyClock
+
+app = App(clock=HastyClock())
+ONCE = RetryPolicy(max_attempts=1)
+
+
+@app.lifespan
+@asynccontextmanager
+async def resources() -> AsyncIterator[int]:
+    yield os.getpid()
+
+
+@app.task
+async def child(name: str = "") -> None: ...
+
+
+@app.task(isolate=True, retry=ONCE)
+async def on_loop(ctx: Context, insert: str, fails: bool = False) -> dict[str, Any]:
+    before = await ctx.fetch("SELECT count(*) FROM effect")
+    await ctx.check()
+    await ctx.execute(insert, "row")
+    inside = await ctx.fetch("SELECT name FROM effect")
+    ctx.send(child, "by ctx")
+    ctx.send_many([child.call("with many")])
+    await child.send("by itself")
+    if fails:
+        raise ValueError("no")
+    return _seen(ctx, before, inside)
+
+
+@app.task(isolate=True, retry=ONCE)
+def in_thread(ctx: SyncContext, insert: str, fails: bool = False) -> dict[str, Any]:
+    before = ctx.fetch("SELECT count(*) FROM effect")
+    ctx.check()
+    ctx.execute(insert, "row")
+    inside = ctx.fetch("SELECT name FROM effect")
+    ctx.send(child, "by ctx")
+    ctx.send_many([child.call("with many")])
+    child.send("by itself")
+    if fails:
+        raise ValueError("no")
+    return _seen(ctx, before, inside)
+
+
+def _seen(ctx: Context | SyncContext, before: Any, inside: Any) -> dict[str, Any]:
+    return {
+        "before": before,
+        "inside": inside,
+        "pid": os.getpid(),
+        "resources": ctx.resources,
+        "attempt": ctx.attempt,
+        "key": ctx.idempotency_key,
+        "upstream": ctx.upstream_key("stripe"),
+        "held": ctx.deadline.timestamp(),
+    }
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _out_of_memory() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does
+
+
+DEATHS: dict[str, Callable[[], object]] = {
+    "segfault": _segfault,
+    "abort": os.abort,
+    "exit": lambda: os._exit(0),
+    "killed": _out_of_memory,
+}
+
+
+@app.task(isolate=True, retry=RetryPolicy(jitter=False))
+async def dies(ctx: Context, how: str) -> None:
+    await ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    DEATHS[how]()
+
+
+@app.task(isolate=True, retry=RetryPolicy(jitter=False))
+def dies_in_thread(ctx: SyncContext, how: str) -> None:
+    ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    DEATHS[how]()
+
+
+class Odd(BaseException):
+    """Neither an error nor a signal."""
+
+
+class UnprintableError(Exception):
+    """Fails when anybody looks at it."""
+
+    def __str__(self) -> str:
+        raise Odd("no text")
+
+    __repr__ = __str__
+
+
+def _recurse() -> int:
+    return _recurse() + 1
+
+
+FAILURES: dict[str, BaseException | Callable[[], object]] = {
+    "ValueError": ValueError("no"),
+    "isolated_tasks.Odd": Odd("no"),
+    "SystemExit": SystemExit(0),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "asyncio.exceptions.CancelledError": asyncio.CancelledError(),
+    "GeneratorExit": GeneratorExit(),
+    "RuntimeError": StopIteration(),
+    "StopAsyncIteration": StopAsyncIteration(),
+    "MemoryError": MemoryError(),
+    "RecursionError": _recurse,
+    "ExceptionGroup": ExceptionGroup("many", [ValueError("one")]),
+    "isolated_tasks.UnprintableError": UnprintableError(),
+}
+
+
+def _fail(how: str) -> None:
+    failure = FAILURES[how]
+    if isinstance(failure, BaseException):
+        raise failure
+    failure()
+
+
+@app.task(isolate=True, retry=ONCE)
+async def fails_on_loop(ctx: Context, how: str) -> None:
+    await ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    _fail(how)
+
+
+@app.task(isolate=True, retry=ONCE)
+def fails_in_thread(ctx: SyncContext, how: str) -> None:
+    ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    _fail(how)
+
+
+class GoneError(Exception):
+    """Cannot be cured by trying again; the worker knows of it only through the policy."""
+
+
+@app.task(isolate=True, retry=RetryPolicy(permanent=(GoneError,)))
+async def judged() -> None:
+    raise GoneError("for good")
+
+
+@app.task(isolate=True)
+async def bad_result(ctx: Context, how: str) -> Any:
+    await ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    return {"object": object(), "large": "x" * 2_000_000, "nan": float("nan")}[how]
+
+
+@app.task(isolate=True, retry=ONCE, timeout=0.2)
+def catches_everything() -> None:
+    while True:
+        try:
+            threading.Event().wait()
+        except HandlerTimeoutError:
+            continue
+
+
+@app.task(isolate=True, retry=ONCE, timeout=0.2)
+async def cleans_up(ctx: Context) -> None:
+    await ctx.execute("INSERT INTO effect (name) VALUES ('undone')")
+    await asyncio.Event().wait()
+
+
+@app.task(isolate=True, retry=ONCE, timeout=0.2)
+async def holds_the_interpreter() -> None:
+    """Keep every thread of the process from running, as a careless C library does."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+@app.task(isolate=True)
+async def hangs(path: str) -> None:
+    """Say who runs it, then never come to an end; the file is closed when the process is gone."""
+    file = os.open(path, os.O_WRONLY)
+    os.write(file, f"{os.getpid()}\n".encode())
+    while True:
+        pass
+
+
+@app.task(isolate=True)
+async def who() -> int:
+    return os.getpid()
+
+
+@app.task(isolate=True)
+async def leaves_a_child(how: str) -> int:
+    """Fork without ending the fork, which keeps the line of its parent open, and perhaps die."""
+    if (pid := os.fork()) == 0:
+        signal.pause()
+        os._exit(0)
+    if how == "die":
+        os._exit(7)
+    return pid
+
+
+@app.task(isolate=True)
+async def stray() -> None:
+    asyncio.create_task(asyncio.Event().wait(), name="left-alone")  # noqa: RUF006
+
+
+@app.task(isolate=True, retry=ONCE)
+async def late(ctx: Context) -> None:
+    ctx.after(asyncio.Event().wait)
+
+
+#: Values, by the type of PostgreSQL that they have.
+VALUES: list[tuple[str, Any]] = [
+    ("text", None),
+    ("boolean", True),
+    ("bigint", -7),
+    ("bigint", 2**62),
+    ("float8", 1.5),
+    ("text", "text ☃"),
+    ("bytea", b"\0\xff"),
+    ("timestamptz", dt.datetime(2030, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC)),
+    ("date", dt.date(2030, 1, 2)),
+    ("time", dt.time(3, 4, 5)),
+    ("interval", dt.timedelta(days=-1, microseconds=5)),
+    ("numeric", decimal.Decimal("1.10")),
+    ("uuid", uuid.UUID(int=7)),
+    ("bigint[]", [1, 2, 3]),
+]
+
+
+@app.task(isolate=True, retry=ONCE)
+async def echoes(ctx: Context) -> bool:
+    """Send values of every type to the database and get them back."""
+    columns = ", ".join(f"%s::{kind}" for kind, _ in VALUES)
+    (row,) = await ctx.fetch(f"SELECT {columns}", *(value for _, value in VALUES))
+    assert row == tuple(value for _, value in VALUES), row
+    return True
+
+
+@app.task(isolate=True, retry=ONCE)
+async def asks_for_the_impossible(ctx: Context) -> str:
+    try:
+        await ctx.fetch("SELECT ?", object())
+    except HandlerError as error:
+        return str(error)
+    return "no error"
+
+
+@app.task(isolate=True, retry=ONCE)
+async def asks_too_much(ctx: Context) -> str:
+    try:
+        await ctx.fetch("SELECT hex(zeroblob(40000000))")
+    except HandlerError as error:
+        return str(error)
+    return "no error"
+
+
+@app.task(isolate=True, retry=ONCE)
+async def catches_the_drivers_error(ctx: Context) -> str:
+    try:
+        await ctx.execute("INSERT INTO effect (name) VALUES (NULL)")
+    except apsw.ConstraintError as error:
+        return str(error)
+    return "no error"
+
+
+@app.task(isolate=True, retry=ONCE)
+async def charges_once(ctx: Context, how: str) -> str:
+    async def charge() -> str:
+        if how == "unknown" and ctx.attempt == 1:
+            raise ConnectionError("lost")
+        return "charged"
+
+    return await ctx.once("charge", charge)
+
+
+@app.task(isolate=True)
+async def prints_its_threads() -> str:
+    return " ".join(sorted(thread.name for thread in threading.enumerate()))
+
+
+plain = SyncApp(clock=HastyClock())
+
+
+@plain.task(isolate=True)
+def of_a_plain_app(number: int) -> int:
+    return number * 2
+
+
+def _hidden() -> App:
+    hidden = App(clock=HastyClock())
+
+    async def lost() -> None: ...
+
+    lost.__qualname__ = "lost"
+    hidden.task(isolate=True, retry=ONCE)(lost)
+    return hidden
+
+
+#: Apps that a process cannot find: nothing in the module holds them by itself.
+HIDDEN = [_hidden()]
