@@ -14,7 +14,7 @@ ROW = "S11 killers"
 #: The same drain without them, as a series of its own.
 HARMLESS = "no killers"
 _PROCESSES = 2
-_MESSAGES = 20_000
+_MESSAGES = 10_000
 _SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.02
 _SUPERVISED = "--processes"

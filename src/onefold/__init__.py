@@ -4,6 +4,7 @@ from onefold.app import App
 from onefold.batch import Batch, Item, SyncBatch
 from onefold.blocking import SyncContext
 from onefold.context import Context
+from onefold.debounce import Debounced
 from onefold.effects import Happened, LedgerEntry, NotHappened
 from onefold.envelope import Envelope
 from onefold.errors import (
@@ -35,12 +36,14 @@ from onefold.errors import (
 )
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
+from onefold.recurring import Schedule
 from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record, State
-from onefold.sync import SyncApp, SyncDeadLetter, SyncReceipt, SyncTask, SyncTransaction
+from onefold.sync import SyncApp
 from onefold.transaction import AppTransaction
 from onefold.version import __version__
+from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTransaction
 from onefold.workflow import Run, Workflow
 
 __all__ = [
@@ -54,6 +57,7 @@ __all__ = [
     "Context",
     "DeadError",
     "DeadLetter",
+    "Debounced",
     "DecodeError",
     "Envelope",
     "EnvelopeError",
@@ -76,6 +80,7 @@ __all__ = [
     "Retry",
     "RetryPolicy",
     "Run",
+    "Schedule",
     "SchemaError",
     "SignalTimeoutError",
     "Snooze",
@@ -87,7 +92,9 @@ __all__ = [
     "SyncBatch",
     "SyncContext",
     "SyncDeadLetter",
+    "SyncDebounced",
     "SyncReceipt",
+    "SyncSchedule",
     "SyncTask",
     "SyncTransaction",
     "Task",

@@ -18,10 +18,12 @@ from onefold.batch import Batch, SyncBatch
 from onefold.blocking import SyncContext
 from onefold.clock import Clock, SystemClock, new_id, system_random
 from onefold.context import Context
+from onefold.debounce import Debounced
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings, worker_name
+from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt, Source
@@ -134,6 +136,23 @@ class App(WorkflowVerbs):
         policy = check_policy(timetable, catchup, window)
         settled = TaskSettings(isolate=isolate, **settings)
         return _Declare(self, settled, lambda task: Recurring(task, timetable, *policy))
+
+    def debounce(
+        self, task: Task[P, Any], *, key: KeySource, wait: timedelta | float, at_most: timedelta | float
+    ) -> Debounced[P]:
+        """Declare that triggers of a task become one message: ``await quiet.trigger(…)`` instead of ``task.send(…)``.
+
+        Triggers with the same ``key`` belong together.  The message is sent when none has come for ``wait``, at the
+        latest ``at_most`` after the first, with the arguments of the last.  With ``at_most`` equal to ``wait`` the time
+        does not move and the newest arguments win.
+        """
+        debounced = Debounced(task, lambda: self.store, self._prepare, key=key, wait=wait, at_most=at_most)
+
+        async def carry(ctx: Context, name: str) -> None:
+            await debounced.carry(ctx, name)
+
+        debounced.carrier = self.task(name=f"{task.name}.debounced", queue=task.queue, expires=None)(carry)
+        return debounced
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""

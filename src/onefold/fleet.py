@@ -17,7 +17,7 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import StoreUnavailableError
+from onefold.errors import StoreError, StoreUnavailableError
 from onefold.store import Lane, Store
 from onefold.version import __version__
 
@@ -145,7 +145,7 @@ class Roll:
     async def strike(self, name: str) -> None:
         """Remove a worker's entry; one that cannot be removed now expires by itself."""
         if version := self._versions.pop(name, 0):
-            with suppress(StoreUnavailableError):
+            with suppress(StoreError):
                 async with self._store.transaction() as transaction:
                     await transaction.register(KIND, name, None, version=version)
 

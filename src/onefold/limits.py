@@ -173,6 +173,10 @@ EVERY_SECONDS_MIN = 1.0
 EVERY_SECONDS_MAX = 3_650 * DAY
 #: A 29 February that is a Monday comes after 28 years, or 40 around a century without one; look a little further.
 RECURRING_YEARS_MAX = 50
+#: Triggers closer to each other than this are better counted by the one who makes them.
+DEBOUNCE_SECONDS_MIN = 1.0
+#: A trigger that waits for longer is forgotten by the one who made it.
+DEBOUNCE_SECONDS_MAX = 30 * DAY
 #: Every worker reads all schedules when one is due; many more belong into a table of the user's own and one schedule.
 SCHEDULES_MAX = 1_000
 #: A schedule carries its call in the register; larger arguments belong into a table of the user's own.

@@ -78,6 +78,14 @@ class Work:
         self._start_limit()
         return transaction.connection
 
+    async def register(self, kind: str, name: str, value: bytes | None, *, version: int) -> bool:
+        """Compare and set an entry of the register in the handler's transaction; see ``Transaction.register``."""
+        transaction = await self._open()
+        try:
+            return await transaction.register(kind, name, value, version=version)
+        finally:
+            self._start_limit()
+
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message that leaves only if this handler succeeds."""
         return self.buffer.add(task.call(*args, **kwargs))

@@ -226,6 +226,9 @@ class Worker:
         runner, in_a_row = asyncio.current_task(), 0
         while self._supply:
             held = self._supply.popleft()
+            if not self._supply:
+                # There may be more places than one claim fills, and those who run may take their time.
+                self._changed.set()
             if held.lease.envelope.message_type in self._batched:
                 await self._run_batch(held, runner)
             else:

@@ -178,7 +178,68 @@ class Managing(Scene):
         return None if ran in (1, 2) else f"{ran} runs were asked for"
 
 
-@pytest.mark.parametrize("scene", [Ticking, TickingTogether, Delaying, Declaring, Managing])
+class Triggering(Scene):
+    """Somebody dies between two triggers and the one message that they become."""
+
+    recurring: ClassVar = {"every": timedelta(days=365), "mode": "rate"}
+    acts_at, recovers_at = timedelta(), HOUR
+
+    def app(self, number: int, at: timedelta, trace: Any = None) -> App:
+        app = super().app(number, at, trace)
+        insert = self.place.sql("INSERT INTO ran VALUES (?, ?)")
+
+        @app.task(name=f"digest-{number}")
+        async def digest(ctx: Context, note: str) -> None:
+            await ctx.execute(insert, ctx.message.message_type, note)
+
+        self.quiet = app.debounce(digest, key=lambda note: "all", wait=30, at_most=60)
+        return app
+
+    async def act(self, point: Point) -> None:
+        point.armed = False
+        async with self.app(point.number, self.acts_at, point.trace):
+            point.armed = True
+            for note in "ab":
+                await self.quiet.trigger(note)
+                point.journal.ok("producer", note)
+            point.armed = False
+
+    async def look(self, app: App, point: Point) -> object:
+        accepted = [entry.key for entry in point.journal.entries]
+        rows = self.place.sql("SELECT scheduled_for FROM ran WHERE name = ?")
+        ran = [row[0] for row in await app.store.fetch(rows, [f"digest-{point.number}"])]
+        # The last accepted one, or the one that nobody was told about.
+        allowed = {"": [[], ["a"]], "a": [["a"], ["b"]], "ab": [["b"]]}["".join(accepted)]
+        return None if ran in allowed else f"accepted {accepted}, ran {ran}"
+
+
+class Carrying(Triggering):
+    """A worker dies while it sends what was triggered."""
+
+    async def prepare(self, number: int) -> None:
+        async with self.app(number, timedelta()):
+            await self.quiet.trigger("a")
+
+    async def act(self, point: Point) -> None:
+        point.armed = False
+        async with self.app(point.number, MINUTE, point.trace) as app:
+            point.armed = True
+            await app.work(until_idle=True)
+            point.armed = False
+
+    async def look(self, app: App, point: Point) -> object:
+        point.journal.ok("producer", "a")
+        return await super().look(app, point) or await self._left(app, point.number)
+
+    async def _left(self, app: App, number: int) -> object:
+        messages = await app.find(Query(message_type=f"digest-{number}"))
+        return None if len(messages) == 1 else f"sent {len(messages)} times"
+
+
+SCENES = [Ticking, TickingTogether, Delaying, Declaring, Managing, Triggering, Carrying]
+
+
+@pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_every_statement_of_a_schedule(
     scene: type[Scene], place: Place, record_property: Callable[[str, object], None]
 ) -> None:

@@ -112,9 +112,9 @@ def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
 
     async def scenario() -> None:
         async with traffic(postgres_server, postgres_url) as both:
-            await asyncio.to_thread(end_it)
             before = len(both.proxy.connected_at)
-            await asyncio.sleep(0.7)
+            await asyncio.to_thread(end_it)
+            await asyncio.sleep(0.4)
             assert len(both.proxy.connected_at) > before, "nobody tried to come back"
             await asyncio.to_thread(postgres_server.restart)
         assert both.refused > 0
@@ -189,12 +189,12 @@ def test_an_outage_is_waited_out_with_ever_longer_pauses_and_the_return_is_no_st
             await proxy.switch("reset")
             cpu, began = _cpu(), len(proxy.connected_at)
             start = _now()
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(3.0)
             tries = [at - start for at in proxy.connected_at[began:]]
-            late = [at for at in tries if at >= 2 * MICROSECONDS]
-            # Each of a worker's connections tries about once a second by then, and all of them together no more often.
-            assert fleet <= len(late) <= 2 * 2 * 8 * fleet, len(late)
-            assert _cpu() - cpu < 2.0, "it spins"
+            late = [at for at in tries if at >= 1.5 * MICROSECONDS]
+            # A worker tries one connection at a time, and by then about once a second.
+            assert 1 <= len(late) <= 4 * fleet, len(late)
+            assert _cpu() - cpu < 1.5, "it spins"
             await proxy.switch("pass")
             back, begun = _now(), len(proxy.connected_at)
             receipts = [await scene.send("plain", f"k{number}") for number, scene in enumerate(scenes)]

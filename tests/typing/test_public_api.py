@@ -156,10 +156,6 @@ async def handler(ctx: Context) -> None:
 
 def wrong_declarations() -> None:
     """P3, P5: what the declaration refuses at run time is a type error too."""
-
-    def synchronous(order_id: int) -> None: ...
-
-    app.task(synchronous)  # type: ignore[arg-type]
     app.task(qeue="fast")  # type: ignore[call-overload]
     app.task(settle="later")  # type: ignore[call-overload]
     app.task(effects=("X",))  # type: ignore[arg-type]

@@ -314,6 +314,7 @@ MACHINERY = {
     "notes",
     "over",
     "refuse",
+    "register",
     "roll_back",
     "sends",
     "tasks",

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
-from onefold import App, ConfigurationError, Context, Query, State
+import pytest
+
+from onefold import App, ConfigurationError, Context, Query, State, limits
 from onefold.store import Counts, Lease
 from onefold.testing.clock import FakeClock
 from onefold.worker import Worker
@@ -226,6 +228,29 @@ def test_claims_never_exceed_the_free_places_of_slow_handlers(store_url: str) ->
             await started.acquire()
         counts = (await app.count())["default"]
         assert (counts.leased, counts.scheduled) == (4, 46)
+        release.set()
+        app.stop_working()
+        await working
+
+    run(store_url, declare, scenario)
+
+
+def test_more_run_at_once_than_one_claim_brings(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S13: places are filled by as many claims as it takes, while everything that was claimed runs."""
+    monkeypatch.setattr(limits, "CLAIM_MAX", 3)
+    started, release = asyncio.Semaphore(0), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def slow(number: int) -> None:
+            started.release()
+            await release.wait()
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.send_many(app.tasks["slow"].call(number) for number in range(12))
+        working = asyncio.create_task(app.work(concurrency=10))
+        for _ in range(10):
+            await asyncio.wait_for(started.acquire(), 10)
         release.set()
         app.stop_working()
         await working

@@ -10,6 +10,7 @@ import typer
 
 from onefold.cli.console import AppOrUrl, Url, errors, find_app
 from onefold.cli.fleet import restored, workers
+from onefold.cli.schedules import schedules
 from onefold.cli.working import worker
 from onefold.errors import OnefoldError
 from onefold.loading import load_app
@@ -37,6 +38,7 @@ def main() -> None:
 
 cli.command()(worker)
 cli.command()(workers)
+cli.add_typer(schedules, name="schedules")
 
 
 @cli.command()

@@ -7,12 +7,13 @@ lock, read, decide and take, because a key that is not there yet cannot be locke
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from onefold import limits
-from onefold.clock import MICROSECONDS
+from onefold.clock import MICROSECONDS, give_way
 from onefold.envelope import Envelope, pack_headers
 from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
@@ -42,22 +43,46 @@ class _Wanted(NamedTuple):
 
 
 async def store_fresh(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], *, keyed: bool = True) -> set[str]:
-    """Store messages together with their keys, in one round trip; return the ids of those whose key was taken.
+    """Store messages together with their keys; return the ids of those whose key was taken.
 
     With ``keyed`` false the keys have been taken already.
+    One chunk is one round trip, and one transaction if there is none around it.
     """
     if len(envelopes) == 1:
         (e,) = envelopes
         stored = await wire.rows("put_one", _one(e, now, keyed and e.keyed))
         return {e.id} if keyed and e.keyed and not stored else set()
+    if len(envelopes) <= CHUNK:
+        return await _store_chunk(wire, now, envelopes, keyed)
+    return await _store_in_turn(wire, now, envelopes, keyed)
+
+
+async def _store_in_turn(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> set[str]:
+    """Store chunk after chunk: one is written out here while the server works on the one before it."""
+    taken: set[str] = set()
+    under_way: deque[asyncio.Future[set[str]]] = deque()
+    try:
+        for start in range(0, len(envelopes), CHUNK):
+            chunk = envelopes[start : start + CHUNK]
+            under_way.append(asyncio.ensure_future(_store_chunk(wire, now, chunk, keyed)))
+            await give_way()
+            if len(under_way) > 1:
+                taken |= await under_way.popleft()
+        while under_way:
+            taken |= await under_way.popleft()
+    finally:
+        for left in under_way:
+            left.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+    return taken
+
+
+async def _store_chunk(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> set[str]:
     with_key = [e for e in envelopes if e.keyed] if keyed else []
     without = [e for e in envelopes if not e.keyed] if keyed else envelopes
-    statements: list[Named] = [
-        (name, {**_columns(those[start : start + CHUNK]), "now": now})
-        for name, those in (("put", with_key), ("put_unkeyed", without))
-        for start in range(0, len(those), CHUNK)
-    ]
-    return {lost for rows in await wire.rows_of_each(statements) for (lost,) in rows}
+    kinds = (("put", with_key), ("put_unkeyed", without))
+    statements: list[Named] = [(name, {**_columns(those), "now": now}) for name, those in kinds if those]
+    return {taken for rows in await wire.rows_of_each(statements) for (taken,) in rows}
 
 
 def _columns(envelopes: Sequence[Envelope]) -> dict[str, Column]:

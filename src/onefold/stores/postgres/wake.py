@@ -50,9 +50,7 @@ class Bell:
     async def wait(self, queues: Sequence[str], timeout: float) -> None:
         """Return when one of the queues is rung, or was since the last time, or after ``timeout`` seconds."""
         if self._listening is not None and self._listener is None:
-            self._listener = asyncio.get_running_loop().create_task(
-                self._listen(self._listening), context=outside()
-            )
+            self._listener = asyncio.get_running_loop().create_task(self._listen(self._listening), context=outside())
         wanted = frozenset(queues)
         if not wanted & self._rung:
             rung: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -16,16 +16,16 @@ from onefold.stores.sqlite.schema import missing_migrations
 #: Called before and after every statement, with its text; only tests use it.
 Trace = Callable[[Literal["before", "after"], str], None]
 
-#: Wait this long for the write lock of another process before giving up: after that something is wrong with it.
-BUSY_SECONDS_MAX = 10.0
-#: Others hold the write lock for a millisecond or so: look again this often, give or take half of it.
-_BUSY_PAUSE_SECONDS = 0.0005
-_BUSY_LOOKS_MAX = round(BUSY_SECONDS_MAX / _BUSY_PAUSE_SECONDS)
+#: Wait this long for the write lock of another process: longer than any handler's transaction may last.
+BUSY_SECONDS_MAX = 3.0
+#: Others hold the write lock for a millisecond or so: look again after the first figure, then ever later up to the
+#: second, give or take half of it, so that those who wait do not look at the same moment.
+_BUSY_PAUSE_SECONDS, _BUSY_PAUSE_SECONDS_MAX = 0.0005, 0.01
 
 #: What reading a damaged row raises: SQLite has no checksums, so damage may show only there.
 UNREADABLE = (UnicodeDecodeError, msgspec.DecodeError)
-#: After these nothing is known about the state of a connection, so that another takes its place.
-BREAKING = (apsw.IOError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.CantOpenError)
+#: After these little is known about the state of a connection: its transaction is given up and another takes its place.
+BREAKING = (apsw.IOError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.CantOpenError, apsw.NoMemError)
 
 
 class Patience:
@@ -33,13 +33,17 @@ class Patience:
 
     def __init__(self, *, allowed: bool) -> None:
         self.allowed = allowed
+        self._waited = 0.0
         self._chance = system_random()
 
     def __call__(self, looks: int) -> bool:
         if not self.allowed:
             return False
-        pause(_BUSY_PAUSE_SECONDS * self._chance.uniform(0.5, 1.5))
-        return looks < _BUSY_LOOKS_MAX
+        self._waited = self._waited if looks else 0.0
+        seconds = min(_BUSY_PAUSE_SECONDS * (1 + looks / 8), _BUSY_PAUSE_SECONDS_MAX) * self._chance.uniform(0.5, 1.5)
+        pause(seconds)
+        self._waited += seconds
+        return self._waited < BUSY_SECONDS_MAX
 
 
 def open_connection(
@@ -92,7 +96,7 @@ def translated(error: Exception, path: str) -> Exception:
         return StoreUnavailableError(f"{path}: another process held the write lock for too long; nothing was written")
     if isinstance(error, apsw.FullError):
         return StoreUnavailableError(f"{path}: the disk is full; nothing was written.  Free space, then try again")
-    if isinstance(error, apsw.IOError | apsw.CantOpenError):
+    if isinstance(error, apsw.IOError | apsw.CantOpenError | apsw.NoMemError):
         return StoreUnavailableError(f"{path}: {error}; nothing was half-written, trying again is safe")
     if isinstance(error, apsw.ReadOnlyError):
         return StoreError(f"{path}: the file or its directory is read-only")

@@ -11,13 +11,13 @@ from contextlib import suppress
 
 import apsw
 
-from onefold.clock import MICROSECONDS, Clock
+from onefold.clock import Clock, pause
 from onefold.errors import StoreUnavailableError
 from onefold.stores.sqlite.connection import BREAKING, Patience
 from onefold.stores.sqlite.session import Session
 
-#: A connection that broke is replaced after this long, doubling up to the second figure while that fails.
-_BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.05, 5.0
+#: A connection that broke is replaced before the next use: at once, or after these pauses, or at the use after that.
+_AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
 #: The log is copied into the file when it has this many pages, as SQLite itself would do in somebody's commit.
 _CHECKPOINT_PAGES = 1_000
 
@@ -30,14 +30,13 @@ class Link:
         self._clock = clock
         self._lasting = lasting
         self._open = False
-        self._broken: BaseException | None = None
-        self._again_at = 0
-        self._back_off = _BACK_OFF_SECONDS
         self._log_pages = 0
         self._copied_at = 0
         self.patience = Patience(allowed=True)
         self.session: Session
         self._connected = False
+        #: Whether something failed after which the connection is not to be trusted.
+        self.broken = False
         #: Microseconds that a commit takes: rises at once, falls slowly.
         self.commit_micros = 0
 
@@ -47,7 +46,7 @@ class Link:
         connection.set_wal_hook(self._note_pages)
         self.session = Session(connection, self._clock)
         self._connected = True
-        self._broken, self._back_off, self._log_pages = None, _BACK_OFF_SECONDS, 0
+        self.broken, self._log_pages = False, 0
 
     def close(self) -> None:
         """Let go of the file."""
@@ -58,7 +57,7 @@ class Link:
 
     def begin(self) -> bool:
         """Begin somebody's part: alone in a transaction, or, then it is nested, behind others in one."""
-        if self._broken is not None:
+        if self.broken:
             self._replace()
         nested = self._open
         self.session.connection.execute("SAVEPOINT onefold_part" if nested else "BEGIN IMMEDIATE")
@@ -115,23 +114,21 @@ class Link:
 
     def note(self, error: BaseException) -> None:
         """Take down an error after which the connection cannot be trusted any more."""
-        if self._lasting and isinstance(error, BREAKING) and self._broken is None:
-            self._broken = error
-            self._again_at = self._clock.steady() + round(self._back_off * MICROSECONDS)
+        self.broken = self.broken or (self._lasting and isinstance(error, BREAKING))
 
     def _replace(self) -> None:
-        """Close and connect again, not more often than the back-off allows."""
-        assert self._broken is not None
-        if self._clock.steady() < self._again_at:
-            raise StoreUnavailableError(f"the database failed a moment ago and is tried again soon: {self._broken}")
+        """Close and connect again, a few times if need be; whoever comes next tries again."""
         with suppress(apsw.Error):
             self.session.connection.close(True)
-        try:
-            self.open()
-        except Exception:
-            self._back_off = min(2 * self._back_off, _BACK_OFF_SECONDS_MAX)
-            self._again_at = self._clock.steady() + round(self._back_off * MICROSECONDS)
-            raise
+        for seconds in _AGAIN_AFTER_SECONDS:
+            if self.patience.allowed:
+                pause(seconds)
+            try:
+                self.open()
+                return
+            except StoreUnavailableError:
+                if seconds == _AGAIN_AFTER_SECONDS[-1]:
+                    raise
 
     def _note_pages(self, _connection: apsw.Connection, _name: str, pages: int) -> int:
         self._log_pages = pages

@@ -102,6 +102,7 @@ class Round:
         except BaseException as error:
             if self._must_wait(error):
                 return False
+            self._link.note(error)
             self._refuse(writes, error)
             return True
         try:
@@ -125,6 +126,7 @@ class Round:
             except BaseException as error:
                 if self._must_wait(error):
                     return False
+                self._link.note(error)
                 part.failed = error
         if part.failed is not None:
             self.told.append((call.future, None, None if call.ending is Ending.ROLLBACK else part.failed))
@@ -181,7 +183,7 @@ class Round:
     def _lose(self, error: BaseException) -> None:
         """The whole transaction is gone: tell everybody who had a part in it."""
         self._link.abandon(error)
-        if not isinstance(error, (*BREAKING, StoreUnavailableError)):
+        if not isinstance(error, (*BREAKING, apsw.BusyError, StoreUnavailableError)):
             # It is somebody else's mistake, which must not be counted against them.
             error = StoreUnavailableError("a commit shared with others was rolled back; trying again is safe")
         self.told += [(future, None, error) for future, _, _ in self._kept]

@@ -14,6 +14,26 @@ from onefold.errors import StoreError
 Answer = TypeVar("Answer")
 
 
+class Home:
+    """The process and the event loop that a store was opened in: no other may use it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self.loop = asyncio.get_running_loop()
+
+    @property
+    def abroad(self) -> bool:
+        """Whether this is a child of the process that it was opened in."""
+        return os.getpid() != self._process
+
+    def refuse_strangers(self) -> None:
+        """Raise for a caller that would use the connection from a second place."""
+        if self.abroad:
+            raise StoreError("this store was opened before a fork; open one in the child process")
+        if asyncio.get_running_loop() is not self.loop:
+            raise StoreError("this store was opened in another event loop; use it there, or open one here")
+
+
 class Runner(Protocol):
     """Where blocking calls run."""
 
@@ -48,7 +68,6 @@ class ThreadRunner:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -67,15 +86,12 @@ class ThreadRunner:
         return await future
 
     def submit(self, job: Callable[[], None]) -> None:
-        if os.getpid() != self._process:
-            raise StoreError("this store was opened before a fork; open one in the child process")
         self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread after what was asked of it is done."""
         self._jobs.put(None)
-        if os.getpid() == self._process:
-            self._thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -30,13 +30,14 @@ from onefold.store import (
     Registered,
     Stored,
 )
-from onefold.stores.sqlite.connection import UNREADABLE, Patience, Trace, open_connection, translated
+from onefold.stores.sqlite.connection import BREAKING, UNREADABLE, Patience, Trace, open_connection, translated
 from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.stores.sqlite.finding import attempts, count, find
 from onefold.stores.sqlite.leasing import claim, claim_possible, extend
 from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
 from onefold.stores.sqlite.putting import KEEP, put
-from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
+from onefold.stores.sqlite.reader import Reader, fetch
+from onefold.stores.sqlite.runner import Home, InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle
@@ -95,24 +96,27 @@ class SQLiteStore:
             return
         if not self._memory:
             refuse_unsafe_file(self.path)
+        self._home = Home()
         self._wake = Wake(self.path, between_processes=not self._inline and not self._memory)
         self._writing: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-writer")
-        self._reading: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
         self._writer = Writer(
             self._connect, self._clock, self._writing, threaded=not self._inline, lasting=not self._memory
         )
-        self._reader: Session | None = None
+        self._reader = None if self._memory else self._make_reader()
         self._opened = True
         try:
             await self._writer.open()
             await self.migrate()
             await self._write(lambda session: release_after_boot(session, self._boot))
-            if not self._memory:
-                patience = Patience(allowed=not self._inline)
-                self._reader = Session(await self._reading.run(self._connect, patience), self._clock)
+            if self._reader is not None:
+                await self._reader.open()
         except BaseException:
             await self.close()
             raise
+
+    def _make_reader(self) -> Reader:
+        runner: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
+        return Reader(self._connect, self._clock, runner, Patience(allowed=not self._inline))
 
     def _connect(self, patience: Patience) -> apsw.Connection:
         return open_connection(
@@ -120,23 +124,24 @@ class SQLiteStore:
         )
 
     async def close(self) -> None:
-        if not self._opened:
+        if not self._opened or self._home.abroad:
             return
+        self._home.refuse_strangers()
         self._opened = False
         self._wake.close()
         await self._writer.close()
         self._writing.close()
         if self._reader is not None:
-            await self._reading.run(self._reader.connection.close)
-        self._reading.close()
+            await self._reader.close()
 
     async def migrate(self) -> list[str]:
         await self.open()
         return await self._write(lambda session: migrate(session.connection, self._clock.now()), rows=_MANY_ROWS)
 
-    def _refuse_closed(self) -> None:
+    def _refuse_misuse(self) -> None:
         if not self._opened:
             raise StoreError("the store is closed; use it inside `async with app`")
+        self._home.refuse_strangers()
 
     # writing
 
@@ -146,12 +151,12 @@ class SQLiteStore:
                 f"the SQLite store cannot join a {type(connection).__module__} connection; use app.transaction() and "
                 "its execute(), so that one SQLite library writes the file"
             )
-        self._refuse_closed()
-        return SQLiteTransaction(self.path, self._writer.turn(), self._wake.ring)
+        self._refuse_misuse()
+        return SQLiteTransaction(self.path, self._home, self._writer.turn(), self._wake.ring)
 
     async def _write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
         """Run one operation in a transaction that concurrent callers share; durable when it returns."""
-        self._refuse_closed()
+        self._refuse_misuse()
         return await self._translate(self._writer.write(operation, rows=rows))
 
     async def _translate(self, awaited: Awaitable[Answer]) -> Answer:
@@ -161,7 +166,7 @@ class SQLiteStore:
             raise translated(error, self.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
-        self._refuse_closed()
+        self._refuse_misuse()
         if options == KEEP:
             stored = await self._translate(self._writer.write_each(put, envelopes))
         else:
@@ -170,7 +175,7 @@ class SQLiteStore:
         return stored
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        self._refuse_closed()
+        self._refuse_misuse()
         won = await self._translate(self._writer.write_each(settle, settlements))
         if may_bring_work(settlements):
             self._wake.ring()
@@ -216,16 +221,23 @@ class SQLiteStore:
     # reading
 
     async def _read(self, operation: Callable[[Session], Answer]) -> Answer:
-        self._refuse_closed()
-        if self._reader is None:
-            return await self._write(operation)
-        return await self._translate(self._reading.run(operation, self._reader))
+        self._refuse_misuse()
+        reading = self._writer.write(operation) if self._reader is None else self._reader.read(operation)
+        return await self._translate(reading)
 
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        self._refuse_closed()
-        if self._reader is None:
-            return await self._writer.write(lambda session: _fetch(session, statement, parameters), rows=_MANY_ROWS)
-        return await self._reading.run(_fetch, self._reader, statement, parameters)
+        self._refuse_misuse()
+
+        def read(session: Session) -> list[Row]:
+            return fetch(session, statement, parameters)
+
+        try:
+            return await (
+                self._writer.write(read, rows=_MANY_ROWS) if self._reader is None else self._reader.read(read)
+            )
+        except (apsw.BusyError, *BREAKING) as error:
+            # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
+            raise translated(error, self.path) from error
 
     async def find(self, query: Query) -> list[Record]:
         return await self._read(lambda session: find(session, query))
@@ -247,15 +259,6 @@ class SQLiteStore:
 
     async def count(self) -> dict[str, Counts]:
         return await self._read(count)
-
-
-def _fetch(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[Row]:
-    """Refuse to write: what is written outside a transaction is not part of any promise."""
-    session.connection.execute("PRAGMA query_only = ON")
-    try:
-        return session.connection.execute(statement, parameters).fetchall()
-    finally:
-        session.connection.execute("PRAGMA query_only = OFF")
 
 
 def _durability(memory: bool, synchronous: str) -> Literal["power loss", "process crash", "nothing"]:

@@ -18,6 +18,7 @@ from onefold.stores.sqlite.connection import BREAKING, translated
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind
 from onefold.stores.sqlite.putting import KEEP, put
 from onefold.stores.sqlite.round import Ending
+from onefold.stores.sqlite.runner import Home
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle, settle_all
 from onefold.stores.sqlite.writer import Turn
@@ -35,8 +36,9 @@ _CONTROL = re.compile(
 class SQLiteTransaction:
     """Everything in it commits together, or nothing does; it begins with its first call."""
 
-    def __init__(self, path: str, turn: Turn, ring: Callable[[], None]) -> None:
+    def __init__(self, path: str, home: Home, turn: Turn, ring: Callable[[], None]) -> None:
         self._path = path
+        self._home = home
         self._turn = turn
         self._ring = ring
         self._brings_work = False
@@ -50,6 +52,7 @@ class SQLiteTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         over, self._over = self._over, True
+        self._home.refuse_strangers()
         if error is not None:
             await self._turn.end(Ending.ROLLBACK)
         elif not over:
@@ -122,6 +125,7 @@ class SQLiteTransaction:
     def _refuse_late(self) -> None:
         if self._over:
             raise StoreError("the transaction is over; this statement came too late and was not run")
+        self._home.refuse_strangers()
 
     def _tell(self) -> None:
         if self._brings_work:

@@ -11,8 +11,6 @@ or, for a few rows while commits are fast, right on the loop, which costs less t
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +19,6 @@ from typing import Any, TypeVar
 import apsw
 
 from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import StoreError
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
@@ -67,28 +64,24 @@ class Writer:
         self._turn_micros = 0
         self._busy = False
         self._scheduled = False
-        self._closed = False
         self._quiet: asyncio.Future[None] | None = None
-        self._process = os.getpid()
-        self._home = threading.get_ident()
-        self._loop: asyncio.AbstractEventLoop
+        self._loop = asyncio.get_running_loop()
 
     async def open(self) -> None:
         """Connect."""
-        self._loop = asyncio.get_running_loop()
         self._link.patience.allowed = self._threaded
         await self._runner.run(self._link.open)
 
     async def write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
         """Run an operation in a transaction that others may share; durable when it returns."""
-        answer: Answer = await self._queue(Write(operation, None, rows, self._future()))
+        answer: Answer = await self._queue(Write(operation, None, rows, self._loop.create_future()))
         return answer
 
     async def write_each(
         self, operation: Callable[[Session, Sequence[Any]], list[Answer]], items: Sequence[Any]
     ) -> list[Answer]:
         """Like ``write``, for one answer per item: callers with the same operation are served by one run of it."""
-        answers: list[Answer] = await self._queue(Write(operation, items, len(items), self._future()))
+        answers: list[Answer] = await self._queue(Write(operation, items, len(items), self._loop.create_future()))
         return answers
 
     def turn(self) -> Turn:
@@ -97,21 +90,21 @@ class Writer:
 
     async def close(self) -> None:
         """Finish what was asked, roll back what is open, then close the connection."""
-        self._closed = True
-        if os.getpid() != self._process:
-            return
         if self._busy or self._waiting:
-            self._quiet = self._future()
+            self._quiet = self._loop.create_future()
             await self._quiet
         await self._runner.run(self._link.close)
 
     # what turns use
 
-    def ask(self, turn: Turn, call: Call) -> asyncio.Future[Any]:
+    def ask(
+        self, turn: Turn, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None
+    ) -> asyncio.Future[Any]:
         """Run a call when it is this turn's turn."""
         if not turn.queued:
             turn.queued = True
             self._waiting.append(turn)
+        call = Call(function, args, ending, self._loop.create_future())
         turn.calls.append(call)
         self._proceed_soon()
         return call.future
@@ -123,26 +116,12 @@ class Writer:
         self._waiting.remove(turn)
         return True
 
-    def future(self) -> asyncio.Future[Any]:
-        return self._future()
-
     # on the event loop
 
     def _queue(self, write: Write) -> asyncio.Future[Any]:
         self._waiting.append(write)
         self._proceed_soon()
         return write.future
-
-    def _future(self) -> asyncio.Future[Any]:
-        """Make the place where an answer is put, for somebody who may ask."""
-        if os.getpid() != self._process:
-            raise StoreError("this store was opened before a fork; open one in the child process")
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            if threading.get_ident() != self._home or self._busy or self._waiting or self._turn:
-                raise StoreError("this store was opened in another thread or event loop; open one for each")
-            self._loop = loop
-        return loop.create_future()
 
     def _proceed_soon(self) -> None:
         """Write after everybody who can run now had the chance to join."""
@@ -168,7 +147,8 @@ class Writer:
             self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
 
     def _fits_here(self, round_: Round, rows: int) -> bool:
-        return round_.commits and 0 <= rows <= _HERE_ROWS_MAX and self._link.commit_micros <= _HERE_COMMIT_MICROS
+        fast = self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
+        return fast and round_.commits and 0 <= rows <= _HERE_ROWS_MAX
 
     def _run_there(self, round_: Round) -> None:
         """In the thread."""
@@ -271,13 +251,13 @@ class Turn:
 
     async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
         """Run a blocking call, whose first argument is the session, inside the transaction."""
-        answer: Answer = await self._ask(function, args, None)
+        answer: Answer = await self._writer.ask(self, function, args, None)
         return answer
 
     async def conclude(self, function: Callable[..., None], *args: Any) -> None:
         """Run a last call and commit; rolled back if it raises, and over in any case."""
         self._over = True
-        await self._ask(function, args, Ending.COMMIT)
+        await self._writer.ask(self, function, args, Ending.COMMIT)
 
     async def end(self, ending: Ending) -> None:
         """Commit or roll back unless it is over; afterwards nothing of the transaction is open, even if this raises."""
@@ -286,10 +266,7 @@ class Turn:
         self._over = True
         if ending is Ending.ROLLBACK and self._writer.forget(self):
             return
-        await self._ask(_nothing, (), ending)
-
-    def _ask(self, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None) -> asyncio.Future[Any]:
-        return self._writer.ask(self, Call(function, args, ending, self._writer.future()))
+        await self._writer.ask(self, _nothing, (), ending)
 
 
 def _nothing(session: Session) -> None:

@@ -222,6 +222,16 @@ class OperatorContract(Contract):
         assert entry.value == b"worker mail"
 
     @scenario
+    async def test_now_is_the_clock_by_which_everything_is_dated(self, bench: Bench) -> None:
+        """C19: whoever decides what is due asks the store, not its own machine."""
+        now = await bench.store.now()
+        assert now == bench.clock.now()
+        stored = await bench.put("k")
+        assert (await bench.record(stored.id)).envelope.created_at == now
+        bench.clock.advance(5.0)
+        assert await bench.store.now() == now + 5 * MICROSECONDS
+
+    @scenario
     async def test_entries_returns_what_has_not_expired_of_one_kind(self, bench: Bench) -> None:
         assert await bench.store.entries("queue") == {}
         expires_at = bench.clock.now() + 10 * MICROSECONDS

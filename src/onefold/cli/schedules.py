@@ -1,0 +1,207 @@
+"""``onefold schedules``: looking at what recurs, and changing it while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.table import Table
+
+from onefold.app import App
+from onefold.cli.console import AppArgument, AppOrUrl, Url, errors, find_app, output
+from onefold.clock import SystemClock
+from onefold.errors import ConfigurationError
+from onefold.loading import load_app
+from onefold.recurring import Schedule
+from onefold.timetable import make_timetable
+from onefold.timetable import preview as preview_timetable
+
+schedules = typer.Typer(help="Show and change what recurs.", no_args_is_help=True)
+
+Answer = TypeVar("Answer")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Timezone = Annotated[str, typer.Option(help="An IANA time zone for the cron expression.")]
+Every = Annotated[float | None, typer.Option(help="Seconds between two fire times, instead of a cron expression.")]
+Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed times, or delay, after the last run.")]
+
+
+@schedules.command("list")
+def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """List every schedule, with when it fires next and how late it was last time."""
+    found = list(asyncio.run(_on(find_app(app, url), App.schedules)).values())
+    if as_json:
+        _print_json([one.as_dict() for one in found])
+    elif not found:
+        errors.print("no schedules")
+    else:
+        output.print(_table(found))
+
+
+@schedules.command()
+def show(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show everything about one schedule, and its next fire times."""
+    found = asyncio.run(_on(find_app(app, url), lambda opened: _one(opened, name)))
+    coming = [] if found.paused or found.next_at is None else found.preview()
+    if as_json:
+        _print_json({**found.as_dict(), "preview": [one.astimezone(UTC).isoformat() for one in coming]})
+        return
+    table = Table("", "", box=None, show_header=False, padding=(0, 2, 0, 0))
+    for field, value in found.as_dict().items():
+        table.add_row(field, "-" if value is None else str(value))
+    output.print(table)
+    output.print(_preview_table(coming))
+
+
+@schedules.command()
+def add(
+    name: Name,
+    app: AppArgument,
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The task it sends.")],
+    cron: Annotated[str | None, typer.Option(help="A cron expression, such as '*/5 * * * *'.")] = None,
+    timezone: Timezone = "UTC",
+    every: Every = None,
+    mode: Mode = None,
+    catchup: Annotated[str | None, typer.Option(help="What becomes of missed fire times: skip, last or all.")] = None,
+    window: Annotated[float | None, typer.Option(help="Catch up only what is not older than these seconds.")] = None,
+    arguments: Annotated[str, typer.Option(help="The task's arguments, as a JSON object.")] = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Make a schedule, or change the one of this name.  Saying the same again changes nothing."""
+
+    async def make(opened: App) -> Schedule:
+        found = opened.tasks.get(task)
+        if found is None:
+            raise ConfigurationError(f"the app has no task {task!r}; it has: {', '.join(opened.tasks) or 'none'}")
+        try:
+            call = found.call(**_read_arguments(arguments))
+        except TypeError as error:
+            raise ConfigurationError(f"{task}: {error}; write them as --arguments '{{\"name\": …}}'") from error
+        options: dict[str, Any] = {"timezone": timezone, "every": every, "mode": mode}
+        return await opened.schedule(call, cron, name=name, catchup=catchup, window=window, **options)  # type: ignore[arg-type]
+
+    made = asyncio.run(_on(load_app(app), make))
+    _say(made.as_dict(), as_json, f"{made.name} fires {made.timetable}, next at {_in_words(made.next_at)}")
+
+
+@schedules.command()
+def pause(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Fire nothing until the schedule is resumed."""
+    found, changed = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.pause)))
+    _say(found.as_dict(), as_json, f"{name} is paused" if changed else f"{name} was paused already")
+
+
+@schedules.command()
+def resume(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Fire again from now on; what would have fired meanwhile does not."""
+    found, changed = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.resume)))
+    said = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
+    _say(found.as_dict(), as_json, said)
+
+
+@schedules.command()
+def run(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Send the schedule's message now, out of turn; its fire times stay as they are."""
+    _, id_ = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.run_now)))
+    _say({"message_id": id_}, as_json, f"sent {id_}")
+
+
+@schedules.command()
+def remove(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it."""
+    found, _ = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.remove)))
+    _say({"name": name, "removed": True}, as_json, f"{found.name} is removed")
+
+
+@schedules.command()
+def preview(
+    expression: Annotated[str | None, typer.Argument(metavar="[CRON]", help="Such as '30 2 * * *'.")] = None,
+    timezone: Timezone = "UTC",
+    every: Every = None,
+    mode: Mode = None,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, max=1_000, help="How many fire times.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Say when an expression would fire, without making a schedule."""
+    timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode)  # type: ignore[arg-type]
+    coming = preview_timetable(timetable, SystemClock().now(), number)
+    if as_json:
+        _print_json([{"local": one.isoformat(), "utc": one.astimezone(UTC).isoformat()} for one in coming])
+    else:
+        output.print(_preview_table(coming))
+
+
+# on the way to the store and back
+
+
+async def _on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:
+    async with app:
+        return await act(app)
+
+
+async def _one(app: App, name: str) -> Schedule:
+    found = await app.schedules()
+    if name not in found:
+        raise ConfigurationError(f"there is no schedule {name!r}; there are: {', '.join(found) or 'none'}")
+    return found[name]
+
+
+async def _changed(app: App, name: str, change: Callable[[Schedule], Awaitable[Answer]]) -> tuple[Schedule, Answer]:
+    found = await _one(app, name)
+    return found, await change(found)
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"--arguments is not a JSON object: {error}") from error
+
+
+# words and tables
+
+
+def _say(answer: dict[str, Any], as_json: bool, words: str) -> None:
+    if as_json:
+        _print_json(answer)
+    else:
+        typer.echo(words)
+
+
+def _print_json(answer: object) -> None:
+    typer.echo(msgspec.json.encode(answer))
+
+
+def _table(found: list[Schedule]) -> Table:
+    table = Table("schedule", "when", "next", "late by", "", "", box=None, padding=(0, 2, 0, 0))
+    for one in found:
+        local, utc = _in_words(one.next_at), _in_words(one.next_at and one.next_at.astimezone(UTC))
+        table.add_row(
+            one.name if one.name == one.task else f"{one.name}\n{one.task}",
+            one.timetable if one.timezone == "UTC" else f"{one.timetable}\n{one.timezone}",
+            local if local == utc else f"{local}\n{utc}",
+            "-" if one.drift is None else _late(one.drift),
+            f"{one.fired:,} fired\n{one.missed:,} missed",
+            "\n".join(["paused"] * one.paused + ["in code"] * one.declared),
+        )
+    return table
+
+
+def _preview_table(coming: list[datetime]) -> Table:
+    table = Table("local", "UTC", box=None, padding=(0, 2, 0, 0))
+    for one in coming:
+        table.add_row(one.strftime("%a %Y-%m-%d %H:%M:%S %Z"), one.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"))
+    return table
+
+
+def _late(drift: timedelta) -> str:
+    return f"{drift.total_seconds():.3f} s" if drift < timedelta(minutes=1) else str(drift).partition(".")[0]
+
+
+def _in_words(moment: datetime | None) -> str:
+    return "-" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S %Z")
