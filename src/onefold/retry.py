@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 import traceback
 from dataclasses import dataclass, field
@@ -82,9 +83,23 @@ def failure_of(error: BaseException, reason: str) -> Failure:
         reason=reason,
         error_type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         error_message=_text(error),
-        stack="".join(traceback.format_tb(error.__traceback__))[-limits.STACK_TEXT_MAX :],
+        stack=_stack(error)[-limits.STACK_TEXT_MAX :],
         status_code=status_of(error),
     )
+
+
+def _stack(error: BaseException) -> str:
+    """Write down where it was raised, as Python does, without the marks under each line.
+
+    Finding what to mark means parsing the source again, which would cost more than the rest of a failed run.
+    """
+    lines: list[str] = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}\n')
+        if text := linecache.getline(code.co_filename, number, frame.f_globals).strip():
+            lines.append(f"    {text}\n")
+    return "".join(lines)
 
 
 def _text(error: BaseException) -> str:

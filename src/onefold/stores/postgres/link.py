@@ -105,11 +105,11 @@ class Link:
         self._turn = asyncio.Lock()
         self._wire: Wire | None = None
         self._closed = False
-        self._process = os.getpid()
+        self._home = Home()
 
     async def run(self, work: Work[Wire, Answer]) -> Answer:
         """Do the work and return its answer; it is given again when the connection was lost."""
-        refuse_fork(self._process)
+        self._home.refuse_strangers()
         async with self._turn:
             return await persistently(partial(self._attempt, work), patience=self._patience)
 
@@ -142,7 +142,16 @@ class Link:
         return self._wire.connection.info.backend_pid
 
 
-def refuse_fork(process: int) -> None:
-    """Refuse to share a parent's connection: two processes on one would read each other's answers."""
-    if os.getpid() != process:
-        raise StoreError("this store was opened before a fork; open one in the child process")
+class Home:
+    """Where connections may be used: in the process and the event loop that made them."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._loop = asyncio.get_running_loop()
+
+    def refuse_strangers(self) -> None:
+        """Refuse whoever is elsewhere: two on one connection would read each other's answers."""
+        if os.getpid() != self._process:
+            raise StoreError("this store was opened before a fork; open one in the child process")
+        if asyncio.get_running_loop() is not self._loop:
+            raise StoreError("this store was opened in another thread or event loop; open one for each")

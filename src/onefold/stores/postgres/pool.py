@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from psycopg import AsyncConnection
 from onefold.errors import StoreError, StoreUnavailableError
 from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.link import Answer, Work, do, persistently, reaching, refuse_fork
+from onefold.stores.postgres.link import Answer, Home, Work, do, persistently, reaching
 
 
 class Pool:
@@ -26,7 +25,7 @@ class Pool:
         self._connector = connector
         self._size = size
         self._patience = patience
-        self._process = os.getpid()
+        self._home = Home()
         self._idle: list[HandlerWire] = []
         self._made = 0
         self._waiting: deque[asyncio.Future[HandlerWire | None]] = deque()
@@ -59,7 +58,7 @@ class Pool:
         return await persistently(attempt, patience=self._patience)
 
     async def _take(self) -> HandlerWire:
-        refuse_fork(self._process)
+        self._home.refuse_strangers()
         while True:
             if self._closed:
                 raise StoreError("the store is closed; use it inside `async with app`")

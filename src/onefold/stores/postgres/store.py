@@ -37,7 +37,7 @@ from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
 from onefold.stores.postgres.faults import BlockedError
-from onefold.stores.postgres.link import Link
+from onefold.stores.postgres.link import Home, Link
 from onefold.stores.postgres.pool import Pool
 from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
@@ -110,6 +110,7 @@ class PostgresStore:
         self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
         self._settles: Coalescer[Settlement, bool] = Coalescer(self._flush_settles, most=_TOGETHER_MAX)
         self._records: Coalescer[Recording, list[Step] | None] = Coalescer(self._flush_records, most=_TOGETHER_MAX)
+        self._home = Home()
         self._opened = True
         try:
             durable = await self._links["claim"].run(self._check)
@@ -153,6 +154,7 @@ class PostgresStore:
     def _use(self, name: str) -> Link:
         if not self._opened:
             raise StoreError("the store is closed; use it inside `async with app`")
+        self._home.refuse_strangers()
         return self._links[name]
 
     # writing

@@ -37,7 +37,7 @@ class Link:
         self._connected = False
         #: Whether something failed after which the connection is not to be trusted.
         self.broken = False
-        #: Microseconds that a commit takes: rises at once, falls slowly.
+        #: Microseconds that a commit takes, of late.
         self.commit_micros = 0
 
     def open(self) -> None:
@@ -86,8 +86,8 @@ class Link:
         began = self._clock.steady()
         self.session.connection.execute("COMMIT")
         self._open = False
-        took = self._clock.steady() - began
-        self.commit_micros = took if took > self.commit_micros else (9 * self.commit_micros + took) // 10
+        # One slow commit among fast ones says little about the next.
+        self.commit_micros += (self._clock.steady() - began - self.commit_micros) // 4
 
     def refuse_dangling(self) -> None:
         """Raise for a reference of the caller's that points nowhere: it would fail the commit of everybody else."""
