@@ -11,11 +11,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from datetime import datetime, timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
-import msgspec
-
 from onefold import inspection, limits
 from onefold.batch import Batch, SyncBatch
 from onefold.blocking import SyncContext
+from onefold.bulk import put_all
 from onefold.clock import Clock, SystemClock, new_id, system_random
 from onefold.context import Context
 from onefold.debounce import Debounced
@@ -298,22 +297,12 @@ class App(WorkflowVerbs):
         ``batch_key`` names the whole batch: sending it again stores nothing and returns the first receipts.
         Messages may have keys of their own too; one that belongs to another payload fails the batch.
         """
-        buffer = Buffer(self._prepare)
-        for number, call in enumerate(calls):
-            if number >= limits.SEND_MANY_MAX:
-                raise ConfigurationError(f"more than {limits.SEND_MANY_MAX} messages in one commit; send them in parts")
-            if batch_key is not None and call.key is None:
-                call = msgspec.structs.replace(call, key=f"{limits.check_bytes('batch_key', batch_key, 400)}#{number}")
-            buffer.add(call)
-        if not buffer.envelopes:
-            return []
         if current.get() is not None:
             raise ConfigurationError(
                 "inside a handler or transaction use its own send_many, so that it joins the commit"
             )
-        async with self.store.transaction() as transaction:
-            stored = await transaction.put(buffer.envelopes, PutOptions(batch_key=batch_key))
-            buffer.refuse_clashes(stored)
+        buffer = Buffer(self._prepare)
+        stored = await put_all(self.store, buffer, calls, batch_key)
         buffer.confirm(stored)
         return buffer.receipts
 

@@ -172,9 +172,12 @@ class ResultCodec:
         self._read = _reader(hint)
         self._most = most
         self._field = field
+        self._takes_nothing = hint in (None, type(None), Any)
 
     def encode(self, value: Any) -> bytes:
         """Return a result as bytes; one that cannot be kept fails the attempt."""
+        if value is None and self._takes_nothing:
+            return b"null"
         try:
             data = _encode(value)
         except Exception as error:

@@ -112,23 +112,17 @@ class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
 _encode_headers = msgspec.json.Encoder(order="deterministic").encode
 _decode_headers = msgspec.json.Decoder(Headers).decode
 _NO_HEADERS = Headers()
+_NO_REST = (None, None, None, None, None, None, None, _NO_HEADERS.pinned)
 
 
 def pack_headers(envelope: Envelope) -> bytes | None:
     """Return the seldom-used fields as bytes, or None when there are none."""
     e = envelope
-    headers = Headers(
-        e.payload_ref,
-        e.deduplication_key,
-        e.ordering_key,
-        e.sequence,
-        e.trace,
-        e.tags,
-        e.occurrence,
-        e.reply_to,
-        e.pinned,
-    )
-    return None if headers == _NO_HEADERS else _encode_headers(headers)
+    rest = (e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags, e.occurrence, e.reply_to, e.pinned)
+    # Most messages have none of them, and comparing is cheaper than making a record to compare.
+    if e.payload_ref is None and rest == _NO_REST:
+        return None
+    return _encode_headers(Headers(e.payload_ref, *rest))
 
 
 def unpack_headers(data: bytes | None) -> Headers:

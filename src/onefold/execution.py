@@ -59,6 +59,11 @@ class Hold(Protocol):
         """Whether its run is to end: the worker says so, and then cancels it."""
         ...
 
+    @property
+    def runner(self) -> asyncio.Task[None] | None:
+        """The task that runs it."""
+        ...
+
 
 @dataclass(slots=True)
 class Execution:
@@ -104,14 +109,20 @@ class Execution:
             return refusal
         if isinstance(task, Workflow):
             return await self._drive(task, hold)
-        context = Context(lease, self.store, self.prepare, self.resources, partial(self._deadline, hold))
+        context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold))
         token = current.set(context)
         try:
-            arguments = task.signature.decode(lease.envelope.payload_inline or b"")
-            result = await self._handle(task, context, arguments, (hold,))
+            result = await self._begin(task, context, task.signature.decode(lease.envelope.payload_inline or b""))
+            if context.tasks or _is_cancelled(hold):
+                await _end(context, (hold,))
+            context.close()
             if context.uncertain is not None:
                 raise context.uncertain
-            done = Done(task.signature.encode_result(result), context.sends, task.key_window, notes=context.notes)
+            data = task.signature.encode_result(result)
+            if context.buffered is None:
+                done = Done(data, (), task.key_window)
+            else:
+                done = Done(data, context.sends, task.key_window, notes=context.notes)
             if not (context.needs_transaction or context.late):
                 return done
             await self._commit(context, [(lease, done)])
@@ -181,7 +192,9 @@ class Execution:
         batch = Batch(items, self.store, self.prepare, self.resources)
         token = current.set(batch)
         try:
-            await self._handle(task, batch, {}, holds)
+            await self._begin(task, batch, {})
+            await _end(batch, holds)
+            batch.close()
             missing = HandlerError("the batch handler returned without a verdict on this message")
             outcomes: Settlements = [(item.lease, self._judge(task, item, missing)) for item in items]
             if not (batch.needs_transaction or batch.late):
@@ -205,27 +218,21 @@ class Execution:
 
     # the steps they share
 
-    async def _handle(
-        self, task: Task[Any, Any], work: Work, arguments: Mapping[str, Any], holds: Sequence[Hold]
-    ) -> Any:
-        """Run the handler; when this returns, nothing that it started runs any more and its work is closed."""
-        if task.handler.isolate:
+    def _begin(self, task: Task[Any, Any], work: Work, arguments: Mapping[str, Any]) -> Awaitable[Any]:
+        """Call the handler, with what wraps it and within its time; what is returned is still to be awaited."""
+        if task.is_direct and not self.middleware:
+            result: Awaitable[Any] = (
+                task.function(work, **arguments) if task.takes_context else task.function(**arguments)
+            )
+            return result
+        ready: Ready = make_ready(task, work, arguments, self.threads)
+        seconds = task.timeout_seconds
+        if isinstance(work, Context) and task.handler.isolate:
             # The process keeps the time: waiting for one is not the handler's.
-            assert isinstance(work, Context)
-            ready: Ready = partial(self.processes.run, task, work)
-            seconds = None
-        else:
-            ready = make_ready(task, work, arguments, self.threads)
-            seconds = task.timeout_seconds
+            ready, seconds = partial(self.processes.run, task, work), None
         for middleware in reversed(self.middleware):
             ready = partial(middleware, work, ready)
-        result = await (ready() if seconds is None else in_time(ready, seconds, task.name))
-        if work.tasks:
-            await refuse_strays(work)
-        if _is_cancelled() and await _was_stopped(holds):
-            raise asyncio.CancelledError
-        work.close()
-        return result
+        return in_time(ready, seconds, task.name)
 
     async def _commit(self, work: Work, outcomes: Settlements) -> None:
         """Settle in a commit of the handler's own, and begin what comes after it."""
@@ -283,14 +290,20 @@ async def _run_late(function: Callable[[], Awaitable[object]], lease: Lease) -> 
         logger.warning("late_work_failed message_id=%s error=%s", lease.id, type(error).__name__)
 
 
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _is_cancelled(hold: Hold) -> bool:
+    return hold.runner is not None and hold.runner.cancelling() > 0
+
+
+async def _end(work: Work, holds: Sequence[Hold]) -> None:
+    """Let nothing outlive a handler that has returned: neither its tasks nor a stop it may have swallowed."""
+    await refuse_strays(work)
+    if _is_cancelled(holds[0]) and await _was_stopped(holds):
+        raise asyncio.CancelledError
 
 
 async def _was_stopped(holds: Sequence[Hold]) -> bool:
     """Whether it was the worker who has cancelled this run; a handler that has cancelled itself has only failed."""
-    task = asyncio.current_task()
+    task = holds[0].runner
     if task is not None and not any(hold.lost for hold in holds):
         # What is left of it would strike the worker's own code, or the next message.
         with suppress(asyncio.CancelledError):
@@ -302,7 +315,7 @@ async def _was_stopped(holds: Sequence[Hold]) -> bool:
 
 async def _raise_if_stopped(holds: Sequence[Hold], error: BaseException) -> None:
     """Raise when there is nothing to be decided about a message: its run was stopped, or somebody else has it."""
-    if _is_cancelled() and await _was_stopped(holds):
+    if _is_cancelled(holds[0]) and await _was_stopped(holds):
         # Whatever the handler made of it: it was told to stop, and has not failed.
         raise asyncio.CancelledError from error
     if isinstance(error, LeaseLostError):

@@ -44,6 +44,8 @@ class Handler:
         self._check_batch(first)
         if isolate:
             self._check_isolated()
+        #: Whether it is simply called on the event loop.
+        self.is_direct = self.is_async and not (self.isolate or self.batch)
         self.takes_context = first in ("Context", "SyncContext")
 
     def signature(self, *, skip: int, fingerprint: Sequence[str] | None) -> Signature:

@@ -220,6 +220,8 @@ class Task(Generic[P, R]):
         self.version = settings.version
         self.retry = settings.retry
         self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
+        #: Whether it is simply called on the event loop, with nothing around it.
+        self.is_direct = self.handler.is_direct and self.timeout_seconds is None
         self.expires = settings.expires
         self.retention = 0 if settings.expires is None else _micros(settings.expires)
         self.key_window = seconds(settings.key_window)

@@ -35,7 +35,8 @@ class Work:
     late: Sequence[Callable[[], Awaitable[object]]] = ()
     #: Tasks that were started inside the handler and are not done.
     tasks: set[asyncio.Task[Any]] | None = None
-    _buffer: Buffer | None = None
+    #: What was sent, if anything was.
+    buffered: Buffer | None = None
     _begin: asyncio.Lock | None = None
     _opened: AbstractAsyncContextManager[Transaction] | None = None
     _transaction: Transaction | None = None
@@ -126,11 +127,11 @@ class Work:
     @property
     def buffer(self) -> Buffer:
         """What the handler has sent, which leaves with the commit."""
-        if self._buffer is None:
-            self._buffer = Buffer(self._prepare, self._cause(), unkeyed=self._unkeyed)
+        if self.buffered is None:
+            self.buffered = Buffer(self._prepare, self._cause(), unkeyed=self._unkeyed)
             if self.over:
-                self._buffer.close()
-        return self._buffer
+                self.buffered.close()
+        return self.buffered
 
     def _cause(self) -> Envelope:
         """Return whom the messages of this run go back to."""
@@ -139,12 +140,12 @@ class Work:
     @property
     def sends(self) -> tuple[Envelope, ...]:
         """The messages that leave with the commit."""
-        return () if self._buffer is None else tuple(self._buffer.envelopes)
+        return () if self.buffered is None else tuple(self.buffered.envelopes)
 
     @property
     def notes(self) -> tuple[Note, ...]:
         """The lines for other journals that are written with the commit."""
-        return () if self._buffer is None else tuple(self._buffer.notes)
+        return () if self.buffered is None else tuple(self.buffered.notes)
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside a handler."""
@@ -212,8 +213,8 @@ class Work:
     def close(self) -> None:
         """The handler has returned: tasks and threads it left running can no longer reach its commit."""
         self.over = True
-        if self._buffer is not None:
-            self._buffer.close()
+        if self.buffered is not None:
+            self.buffered.close()
 
     async def commit(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         """Settle in the handler's transaction and commit, all of it or nothing.

@@ -79,7 +79,7 @@ def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
         if not session.changes("put_key", [row]):
             session.run("take_key", *row)
         session.run("put_message", seq, *message_row(e, now))
-        session.run("put_delivery", *sqlite_putting._delivery_row(e, seq, now))
+        session.run("put_delivery", *sqlite_putting._delivery_row(seq, e, now))
         return Stored(e.id, State.SCHEDULED)
 
     async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:

@@ -304,6 +304,7 @@ def public(kind: type) -> set[str]:
 MACHINERY = {
     "add",
     "buffer",
+    "buffered",
     "cancel_tasks",
     "close",
     "commit",
@@ -480,13 +481,14 @@ def test_a_thread_that_waits_for_a_verb_is_woken_when_its_time_is_up(sqlite_benc
         sent = await blocked.send()
         async with working(bench):
             assert await asyncio.to_thread(started.wait, 30)
-            async with bench.app.transaction():
+            async with bench.app.transaction() as tx:
+                await bench.insert(tx, "held")
                 locked.set()
                 assert await asyncio.to_thread(ended.wait, 30)
             record = await until(bench, sent, lambda record: record.state is State.DEAD)
         assert record.failure is not None
         assert record.failure.error_type == "onefold.errors.HandlerTimeoutError"
-        assert await bench.effects() == []
+        assert await bench.effects() == ["held"]
 
     bench.run(scenario)
 

@@ -67,6 +67,23 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
             due_at=due,
             expires_at=expires,
         )
+    if packed is None:
+        # By far the most; the rest of the fields is as it is made.
+        return Envelope(
+            id=id_,
+            message_type=type_,
+            schema_version=version,
+            queue=queue,
+            idempotency_key=key,
+            correlation_id=correlation,
+            causation_id=causation,
+            subject=subject,
+            created_at=created,
+            retention=retention,
+            payload_inline=payload,
+            due_at=due,
+            expires_at=expires,
+        )
     headers = unpack_headers(packed)
     return Envelope(
         id=id_,

@@ -7,7 +7,6 @@ It is told that it is given again, because nobody knows what became of the first
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import psycopg
 
 from onefold.clock import MICROSECONDS, SystemClock, system_random
 from onefold.errors import StoreError, StoreUnavailableError
+from onefold.stores.home import Home
 from onefold.stores.postgres.connection import Connector, Role
 from onefold.stores.postgres.faults import is_lost, may_rerun, translated
 from onefold.stores.postgres.wire import Wire
@@ -140,18 +140,3 @@ class Link:
         if self._wire is None or self._wire.connection.closed:
             return None
         return self._wire.connection.info.backend_pid
-
-
-class Home:
-    """Where connections may be used: in the process and the event loop that made them."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._loop = asyncio.get_running_loop()
-
-    def refuse_strangers(self) -> None:
-        """Refuse whoever is elsewhere: two on one connection would read each other's answers."""
-        if os.getpid() != self._process:
-            raise StoreError("this store was opened before a fork; open one in the child process")
-        if asyncio.get_running_loop() is not self._loop:
-            raise StoreError("this store was opened in another thread or event loop; open one for each")

@@ -10,9 +10,10 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from onefold.errors import StoreError, StoreUnavailableError
+from onefold.stores.home import Home
 from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.link import Answer, Home, Work, do, persistently, reaching
+from onefold.stores.postgres.link import Answer, Work, do, persistently, reaching
 
 
 class Pool:

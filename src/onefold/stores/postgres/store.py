@@ -33,11 +33,12 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.coalesce import Coalescer
+from onefold.stores.home import Home
 from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
 from onefold.stores.postgres.faults import BlockedError
-from onefold.stores.postgres.link import Home, Link
+from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
 from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
@@ -124,7 +125,8 @@ class PostgresStore:
         return bool((await wire.rows("durability"))[0][0])
 
     async def close(self) -> None:
-        if not self._opened:
+        # What the parent of a forked process has opened is the parent's to close.
+        if not self._opened or self._home.abroad:
             return
         self._opened = False
         for coalescer in (self._puts, self._contests, self._settles, self._records):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
@@ -25,17 +25,14 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     now = session.clock.now()
     last: int = session.rows("put_last")[0][0]
     # Every envelope has its number, also one that will turn out to be there already: numbers are plenty.
-    numbers = {e.id: number for number, e in enumerate(envelopes, last + 1)}
-    won = _take_new_keys(session, [e for e in envelopes if e.keyed and e.deduplication_key is None], numbers)
-    fresh: dict[str, Envelope] = {}
-    answers: list[Stored] = []
-    for e in envelopes:
-        if e.id in won or (e.deduplication_key is None and not e.keyed):
-            fresh[e.id] = e
-            answers.append(Stored(e.id, State.SCHEDULED))
-        else:
-            answers.append(_put_contested(session, e, options, numbers, fresh))
-    known = _insert(session, fresh, numbers, now)
+    numbered = list(enumerate(envelopes, last + 1))
+    simple = [(seq, e) for seq, e in numbered if e.deduplication_key is None]
+    keyed = [_key_row(seq, e) for seq, e in simple if e.keyed]
+    if session.changes("put_key", keyed) == len(keyed) and len(simple) == len(numbered):
+        fresh, answers = numbered, [Stored(e.id, State.SCHEDULED) for e in envelopes]
+    else:
+        fresh, answers = _settle_contest(session, numbered, keyed, options)
+    known = _insert(session, fresh, now)
     if not known:
         return answers
     return [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
@@ -48,39 +45,46 @@ def put_sends(session: Session, envelopes: Sequence[Envelope]) -> None:
             raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
 
 
-def _take_new_keys(session: Session, envelopes: Sequence[Envelope], numbers: dict[str, int]) -> set[str]:
-    """Take the keys nobody has, and return the ids of the messages that hold theirs now."""
-    rows = [
-        (e.scope, e.idempotency_key, keys.IDEMPOTENCY, numbers[e.id], e.fingerprint, e.schema_version, None)
-        for e in envelopes
-    ]
-    if session.changes("put_key", rows) == len(rows):
-        return {e.id for e in envelopes}
-    return {e.id for e, row in zip(envelopes, rows, strict=True) if session.rows("key_owner", *row[:3]) == [(row[3],)]}
+def _key_row(seq: int, e: Envelope) -> Row:
+    return (e.message_type, e.idempotency_key, keys.IDEMPOTENCY, seq, e.fingerprint, e.schema_version, None)
 
 
-def _insert(session: Session, fresh: dict[str, Envelope], numbers: dict[str, int], now: int) -> dict[str, State]:
+def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> dict[str, State]:
     """Write messages and their deliveries; return where those stand that were there already."""
-    rows = [(numbers[e.id], *message_row(e, now)) for e in fresh.values()]
+    rows = [(seq, *message_row(e, now)) for seq, e in fresh]
     known: dict[str, State] = {}
     if session.changes("put_message", rows) != len(rows):
         # The answer to an earlier put was lost, and it is asked again: what is there must not begin anew.
-        known = {
-            id_: State(state)
-            for id_, seq, state in session.rows("put_known", as_json(list(fresh)))
-            if seq != numbers[id_]
-        }
-    session.each("put_delivery", [_delivery_row(e, numbers[e.id], now) for e in fresh.values() if e.id not in known])
+        stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
+        fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
+        known = {id_: State(state) for id_, (_, state) in stand.items() if state is not None}
+    session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in fresh])
     return known
 
 
-def _delivery_row(e: Envelope, seq: int, now: int) -> Row:
+def _delivery_row(seq: int, e: Envelope, now: int) -> Row:
     due_at = e.due_at or now + e.delay
     return (seq, e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
 
 
+def _settle_contest(
+    session: Session, numbered: list[tuple[int, Envelope]], keyed: list[Row], options: PutOptions
+) -> tuple[list[tuple[int, Envelope]], list[Stored]]:
+    """Decide one by one: some of these keys were taken already, or some have two."""
+    won = {row[3] for row in keyed if session.rows("key_owner", *row[:3]) == [(row[3],)]}
+    fresh: dict[str, tuple[int, Envelope]] = {}
+    answers: list[Stored] = []
+    for seq, e in numbered:
+        if seq in won or (e.deduplication_key is None and not e.keyed):
+            fresh.setdefault(e.id, (seq, e))
+            answers.append(Stored(e.id, State.SCHEDULED))
+        else:
+            answers.append(_put_contested(session, seq, e, options, fresh))
+    return list(fresh.values()), answers
+
+
 def _put_contested(
-    session: Session, e: Envelope, options: PutOptions, numbers: dict[str, int], fresh: dict[str, Envelope]
+    session: Session, seq: int, e: Envelope, options: PutOptions, fresh: dict[str, tuple[int, Envelope]]
 ) -> Stored:
     """Store a message whose key is taken, or which has two keys: the idempotency key decides first."""
     now = session.clock.now()
@@ -91,20 +95,20 @@ def _put_contested(
     ):
         if key is None:
             continue
-        holder = _holder(session, e.scope, key, kind, numbers, fresh)
+        holder = _holder(session, e.scope, key, kind, fresh)
         verdict = Verdict.FREE if holder is None else decide(holder, e, now)
         if holder is None or verdict is Verdict.FREE:
             free.append((key, kind, now + e.deduplicate_for if kind else None))
         else:
-            return _report(session, e, (e.scope, key, kind), holder, verdict, options)
+            return _report(session, (e.scope, key, kind), holder, verdict, options)
     for key, kind, expires_at in free:
-        _take_key(session, (e.scope, key, kind, numbers[e.id], e.fingerprint, e.schema_version, expires_at))
-    fresh[e.id] = e
+        _take_key(session, (e.scope, key, kind, seq, e.fingerprint, e.schema_version, expires_at))
+    fresh.setdefault(e.id, (seq, e))
     return Stored(e.id, State.SCHEDULED)
 
 
 def _report(
-    session: Session, e: Envelope, key: tuple[str, str, int], holder: Holder, verdict: Verdict, options: PutOptions
+    session: Session, key: tuple[str, str, int], holder: Holder, verdict: Verdict, options: PutOptions
 ) -> Stored:
     """Say who holds the key; a dead letter is reopened if the sender wants that."""
     if verdict is Verdict.DUPLICATE:
@@ -127,12 +131,12 @@ def _take_key(session: Session, row: Row) -> None:
 
 
 def _holder(
-    session: Session, scope: str, key: str, kind: int, numbers: dict[str, int], fresh: dict[str, Envelope]
+    session: Session, scope: str, key: str, kind: int, fresh: Mapping[str, tuple[int, Envelope]]
 ) -> Holder | None:
     for seq, id_, fingerprint, version, expires_at, state, kept_until in session.rows("key_holder", scope, key, kind):
         if id_ is None:
             # Put a moment ago in this very call: its rows are about to be written.  Otherwise the holder is gone.
-            id_ = next((one for one in fresh if numbers[one] == seq), "")
+            id_ = next((one for one, (number, _) in fresh.items() if number == seq), "")
             state = State.SCHEDULED if id_ else None
         return Holder(id_, fingerprint, version, expires_at, None if state is None else State(state), kept_until)
     return None
@@ -141,7 +145,7 @@ def _holder(
 def _put_batch(session: Session, envelopes: Sequence[Envelope], batch_key: str) -> list[Stored]:
     """All or nothing: every message is new, or every message is the one of the first time."""
     fingerprint = keys.batch_fingerprint(list(envelopes))
-    holder = _holder(session, keys.BATCH_SCOPE, batch_key, keys.BATCH, {}, {})
+    holder = _holder(session, keys.BATCH_SCOPE, batch_key, keys.BATCH, {})
     answers = put(session, envelopes)
     known = [a for a in answers if a.duplicate or a.clash]
     same = holder is None or holder.fingerprint == fingerprint

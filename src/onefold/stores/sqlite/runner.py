@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from onefold.errors import StoreError
-
 Answer = TypeVar("Answer")
-
-
-class Home:
-    """The process and the event loop that a store was opened in: no other may use it."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self.loop = asyncio.get_running_loop()
-
-    @property
-    def abroad(self) -> bool:
-        """Whether this is a child of the process that it was opened in."""
-        return os.getpid() != self._process
-
-    def refuse_strangers(self) -> None:
-        """Raise for a caller that would use the connection from a second place."""
-        if self.abroad:
-            raise StoreError("this store was opened before a fork; open one in the child process")
-        if asyncio.get_running_loop() is not self.loop:
-            raise StoreError("this store was opened in another event loop; use it there, or open one here")
 
 
 class Runner(Protocol):

@@ -30,6 +30,7 @@ from onefold.store import (
     Registered,
     Stored,
 )
+from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, UNREADABLE, Patience, Trace, open_connection, translated
 from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.stores.sqlite.finding import attempts, count, find
@@ -37,7 +38,7 @@ from onefold.stores.sqlite.leasing import claim, claim_possible, extend
 from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
 from onefold.stores.sqlite.putting import KEEP, put
 from onefold.stores.sqlite.reader import Reader, fetch
-from onefold.stores.sqlite.runner import Home, InlineRunner, Runner, ThreadRunner
+from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle

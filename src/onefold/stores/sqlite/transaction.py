@@ -14,11 +14,11 @@ from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
 from onefold.step import Step
 from onefold.store import Act, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
+from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, translated
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind
 from onefold.stores.sqlite.putting import KEEP, put
 from onefold.stores.sqlite.round import Ending
-from onefold.stores.sqlite.runner import Home
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle, settle_all
 from onefold.stores.sqlite.writer import Turn
