@@ -16,7 +16,7 @@
     │   └── TransactionOpenError     this verb would commit apart from the open transaction
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
-    │   ├── HandlerTimeoutError      the handler ran past its timeout
+    │   ├── HandlerTimeoutError      the handler's time is up
     │   ├── UncertainError           nobody knows whether an effect happened; a person must say
     │   └── ReplayError              a workflow's code and its journal differ
     ├── StepError                    a step of a workflow failed for good; carries the failure
@@ -109,7 +109,7 @@ class TransactionTooLongError(HandlerError):
 
 
 class HandlerTimeoutError(HandlerError):
-    """The handler ran past its timeout and was cancelled."""
+    """The handler's time is up: past its timeout; in a thread also past its lease, or past a graceful stop."""
 
 
 class UncertainError(HandlerError):

@@ -93,7 +93,7 @@ class Receipt(Generic[R]):
 
     async def _ended(self) -> Record | None:
         found = await self._source.find(Query(ids=(self.id,)))
-        if not found:
+        if not found or (found[0].state is State.DONE and found[0].result is None):
             raise StoreError(f"message {self.id} is no longer kept; its key window is over")
         return found[0] if found[0].state.ended else None
 

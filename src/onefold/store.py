@@ -165,6 +165,8 @@ class Dead:
     body_retention: float = limits.DEAD_RETENTION
     #: Whether a run failed; a message that expired or was quarantined did not run this time.
     ran: bool = True
+    #: What tells others of the letter, in the same commit; see ``App.on_dead``.
+    sends: tuple[Envelope, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,31 @@ class Record(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         # Without payload and result: what is printed or logged is no place for them.
         return f"<record {self.envelope.id} {self.envelope.message_type} {self.state.name.lower()}>"
+
+
+class Said(msgspec.Struct, frozen=True, gc=False):
+    """What a handler says about itself while it runs; without a percentage only that it is moving."""
+
+    percent: float | None = None
+    message: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a message is, as its handler last said."""
+
+    message_type: str
+    fence: int
+    #: Whether its handler may be running now.
+    running: bool
+    #: From 0 to 100.
+    percent: float
+    message: str
+    #: When that was said; None if the handler has only beaten.
+    at: int | None
+    #: When the handler last gave any sign of life.
+    beat_at: int
+    #: It runs and gives none, for longer than its task allows.
+    stalled: bool = False
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -305,6 +332,8 @@ class Counts:
     leased: int = 0
     dead: int = 0
     parked: int = 0
+    #: When the oldest of its dead letters became one.
+    oldest_dead_at: int | None = None
 
 
 class Transaction(Protocol):
@@ -438,6 +467,19 @@ class Store(Protocol):
 
         ``starting`` says that a suspect's handler is about to begin: from here on its worker's death counts against it.
         """
+        ...
+
+    async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
+        """Keep what handlers say about themselves; None only asks.
+
+        False for each message that is somebody else's now: claimed, cancelled or gone.  One that its owner has ended
+        is still the owner's.  What a stale owner says changes nothing; its last word counts until the next claim.
+        When all only ask, nothing is written and no lock is taken.
+        """
+        ...
+
+    async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
+        """Return, by id, how far messages are; of one that is leased, only what its present owner has said."""
         ...
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:

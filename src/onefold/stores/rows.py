@@ -8,7 +8,7 @@ import msgspec
 
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope, pack_headers, unpack_headers
-from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Parked, Query, Record, State
+from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Parked, Progress, Query, Record, State
 
 encode_failure = msgspec.json.Encoder().encode
 _decode_failure = msgspec.json.Decoder(Failure).decode
@@ -153,6 +153,12 @@ def attempt_of(row: tuple[Any, ...]) -> Attempt:
     """Return one failed run."""
     attempt, fence, at, worker, failure, delay = row
     return Attempt(attempt, fence, at, worker, _decode_failure(failure), delay)
+
+
+def progress_of(row: tuple[Any, ...]) -> Progress:
+    """Return how far a message is from a row of ``progress``, which begins with its id."""
+    _, message_type, fence, running, percent, message, at, beat_at = row
+    return Progress(message_type, fence, bool(running), percent, message, at, beat_at)
 
 
 def outcome_row(lease: Lease, outcome: Done | Dead, now: int) -> tuple[Any, ...]:

@@ -25,11 +25,13 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Progress,
     Purged,
     PutOptions,
     Query,
     Record,
     Registered,
+    Said,
     State,
     Store,
     Stored,
@@ -167,6 +169,12 @@ class FaultyStore:
 
     async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self.call("extend", lambda: self._store.extend(leases, lease=lease, starting=starting))
+
+    async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
+        return await self.call("report", lambda: self._store.report(reports))
+
+    async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
+        return await self.call("progress", lambda: self._store.progress(ids))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         await self.call("wait", lambda: self._store.wait(queues, timeout=timeout))

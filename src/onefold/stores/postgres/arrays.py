@@ -77,8 +77,8 @@ def bigints(items: Sequence[int]) -> Column:
     return BigintColumn(_pack_head(1, 0, _BIGINT, number, 1) + Struct("!" + "iq" * number).pack(*pairs))
 
 
-def numbers(items: Iterable[int | None]) -> Column:
-    """Return an array of whichever integers the statement casts it to."""
+def numbers(items: Iterable[float | None]) -> Column:
+    """Return an array of whichever numbers the statement casts it to."""
     return LiteralColumn("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
 
 

@@ -252,6 +252,52 @@ kept AS (
 )
 SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM kept)) IS NOT TRUE
 
+-- name: report
+-- Stands for report_owners and report; returns who is still the owner.
+-- Whose word counts: who holds the message, or ended its claim when nobody has claimed it since.
+-- A beat alone leaves what the same owner said before, and forgets what an earlier one did.
+WITH given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(percents)s::float8[], %(messages)s::text[],
+        %(spoken)s::bigint[])
+    AS g (id, fence, percent, message, spoken)
+),
+alive AS MATERIALIZED (
+    SELECT g.id, g.fence, d.fence AS owner, d.lease_until IS NOT NULL AS leased
+    FROM given g CROSS JOIN LATERAL (SELECT * FROM onefold.delivery WHERE delivery.id = g.id OFFSET 0) d
+),
+ended AS MATERIALIZED (
+    SELECT g.id, g.fence FROM given g
+    CROSS JOIN LATERAL (SELECT * FROM onefold.outcome WHERE outcome.id = g.id OFFSET 0) o
+    WHERE o.fence = g.fence
+),
+said AS (
+    INSERT INTO onefold.progress AS p (message_id, fence, percent, message, at, beat_at)
+    SELECT g.id, g.fence, coalesce(g.percent, 0), g.message, CASE WHEN g.percent IS NULL THEN NULL ELSE now END, now
+    FROM given g CROSS JOIN (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now) clock
+    WHERE g.spoken = 1 AND (
+        EXISTS (
+            SELECT FROM alive a
+            WHERE a.id = g.id AND (a.owner = g.fence OR (a.owner = g.fence + 1 AND NOT a.leased)))
+        OR EXISTS (SELECT FROM ended e WHERE e.id = g.id))
+    ORDER BY g.id
+    ON CONFLICT (message_id) DO UPDATE SET
+        percent = CASE WHEN excluded.at IS NULL AND p.fence = excluded.fence THEN p.percent ELSE excluded.percent END,
+        message = CASE WHEN excluded.at IS NULL AND p.fence = excluded.fence THEN p.message ELSE excluded.message END,
+        at = CASE WHEN excluded.at IS NULL AND p.fence = excluded.fence THEN p.at ELSE excluded.at END,
+        fence = excluded.fence, beat_at = excluded.beat_at
+    WHERE p.fence <= excluded.fence
+)
+SELECT id::text, fence FROM alive WHERE owner = fence
+UNION ALL
+SELECT id::text, fence FROM ended
+
+-- name: progress
+SELECT m.id::text, m.message_type, p.fence, d.state IS NOT DISTINCT FROM 1, p.percent, p.message, p.at, p.beat_at
+FROM onefold.progress p
+JOIN onefold.message m ON m.id = p.message_id
+LEFT JOIN onefold.delivery d ON d.id = p.message_id
+WHERE p.message_id = ANY (%(ids)s::uuid[]) AND (d.state IS DISTINCT FROM 1 OR d.fence = p.fence)
+
 -- name: settle_done
 -- Stands for settle_end and settle_outcome, for messages that succeeded; those whose lease was stale are returned.
 -- When all of them held theirs, which is the rule, nobody is looked up.
@@ -484,8 +530,8 @@ emptied AS (
 UPDATE onefold.outcome SET purge_at = kept_until WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING 1
 
 -- name: purge_messages
--- Stands for purge_messages, purge_message_key, purge_message, purge_outcome, purge_attempts, purge_steps and
--- purge_parts.
+-- Stands for purge_messages, purge_message_key, purge_message, purge_outcome, purge_attempts, purge_progress,
+-- purge_steps and purge_parts.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 old AS MATERIALIZED (
     SELECT id FROM onefold.outcome
@@ -498,6 +544,9 @@ outcome AS (
 ),
 attempt AS (
     DELETE FROM onefold.attempt WHERE message_id = ANY (ARRAY(SELECT id FROM old))
+),
+progress AS (
+    DELETE FROM onefold.progress WHERE message_id = ANY (ARRAY(SELECT id FROM old))
 ),
 step AS (
     DELETE FROM onefold.step WHERE message_id = ANY (ARRAY(SELECT id FROM old))
@@ -529,12 +578,14 @@ RETURNING 1
 
 -- name: find_ids
 -- Every `find` asks for everything that a query can; they differ in where they begin to look.
+-- A result whose window is over is not shown, though a purge may not have come by yet.
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    d.worker, o.ended_at, o.kept_until,
+    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
@@ -607,7 +658,8 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    d.worker, o.ended_at, o.kept_until,
+    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
@@ -628,7 +680,7 @@ SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, coun
 FROM onefold.delivery GROUP BY queue, shown
 
 -- name: count_dead
-SELECT queue, count(*) FROM onefold.outcome WHERE state = 4 GROUP BY queue
+SELECT queue, count(*), min(ended_at) FROM onefold.outcome WHERE state = 4 GROUP BY queue
 
 -- name: restored_lock
 -- Nothing changes its table while a page is changed, so every message is met once, wherever it is.

@@ -24,10 +24,12 @@ from onefold.store import (
     Outcome,
     Parked,
     Purged,
+    Progress,
     PutOptions,
     Query,
     Record,
     Registered,
+    Said,
     State,
     Stored,
 )
@@ -35,7 +37,7 @@ from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers,
 from onefold.stores.postgres.put import Putter, store_fresh
 from onefold.stores.postgres.steps import Steps, lines_of, parking
 from onefold.stores.postgres.wire import Named, Speaker
-from onefold.stores.rows import attempt_of, encode_failure, lease_of, record_of
+from onefold.stores.rows import attempt_of, encode_failure, lease_of, progress_of, record_of
 from onefold.stores.steps import notes_of
 
 Settlement = tuple[Lease, Outcome]
@@ -144,6 +146,23 @@ class Session:
         }
         held = {(one.id, one.fence) for one in given}.difference(await self.wire.rows("extend", parameters))
         return [(one.id, one.fence) in held for one in leases]
+
+    async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
+        given = [(lease, said) for lease, said in reports if _ID.fullmatch(lease.id)]
+        percents = [None if said is None or said.percent is None else float(said.percent) for _, said in given]
+        parameters: dict[str, Any] = {
+            **_fenced([lease for lease, _ in given]),
+            "now": self._now,
+            "percents": numbers(percents),
+            "messages": texts(["" if said is None else said.message for _, said in given]),
+            "spoken": bigints([int(said is not None) for _, said in given]),
+        }
+        held = set(await self.wire.rows("report", parameters))
+        return [(lease.id, lease.fence) in held for lease, _ in reports]
+
+    async def progress(self, message_ids: Sequence[str]) -> dict[str, Progress]:
+        given = ids([message_id for message_id in message_ids if _ID.fullmatch(message_id)])
+        return {row[0]: progress_of(row) for row in await self.wire.rows("progress", {"ids": given})}
 
     # settle
 
@@ -273,6 +292,7 @@ class Session:
 
     async def find(self, query: Query) -> list[Record]:
         parameters: dict[str, Any] = {
+            "now": self._now,
             "after": query.after or FIRST_ID,
             "queue": query.queue,
             "message_type": query.message_type,
@@ -301,17 +321,17 @@ class Session:
         return [attempt_of(row) for row in await self.wire.rows("attempts", {"id": message_id})]
 
     async def count(self) -> dict[str, Counts]:
-        counts: dict[str, dict[str, int]] = {}
+        counts: dict[str, dict[str, Any]] = {}
         for queue, state, number in await self.wire.rows("count_alive"):
             counts.setdefault(queue, {})[State(state).name.lower()] = number
-        for queue, number in await self.wire.rows("count_dead"):
-            counts.setdefault(queue, {})["dead"] = number
+        for queue, number, oldest_at in await self.wire.rows("count_dead"):
+            counts.setdefault(queue, {}).update(dead=number, oldest_dead_at=oldest_at)
         return {queue: Counts(**numbers) for queue, numbers in counts.items()}
 
 
 def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:
     """Return what the handlers of these settlements sent."""
-    return [e for _, outcome in settlements if isinstance(outcome, Done | Parked) for e in outcome.sends]
+    return [e for _, outcome in settlements if isinstance(outcome, Done | Dead | Parked) for e in outcome.sends]
 
 
 def brings_more(settlements: Iterable[Settlement]) -> bool:
@@ -321,6 +341,9 @@ def brings_more(settlements: Iterable[Settlement]) -> bool:
             return True
         if isinstance(outcome, Done):
             if outcome.sends or outcome.notes:
+                return True
+        elif isinstance(outcome, Dead):
+            if outcome.sends:
                 return True
         elif isinstance(outcome, Parked) and (outcome.sends or outcome.notes or outcome.steps):
             return True

@@ -25,10 +25,12 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Progress,
     PutOptions,
     Query,
     Record,
     Registered,
+    Said,
     State,
     Stored,
 )
@@ -276,6 +278,12 @@ class PostgresStore:
 
     async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease, starting))
+
+    async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).report(reports))
+
+    async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
+        return await self._use("spare").run(lambda wire, _: self._session(wire).progress(ids))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         self._use("spare")

@@ -11,7 +11,7 @@ from onefold.stores.sqlite.session import Row, Session, as_json
 def find(session: Session, query: Query) -> list[Record]:
     """Return one page of records, read from where there are the fewest."""
     if query.ids is not None:
-        found = [record_of(row) for row in session.rows("find_ids", as_json(query.ids))]
+        found = [record_of(row) for row in session.rows("find_ids", as_json(query.ids), session.clock.now())]
         return [record for record in found if allows(query, record)]
     return [record_of(row) for row in _rows(session, query)]
 
@@ -27,7 +27,7 @@ def _rows(session: Session, query: Query) -> list[Row]:
         return session.rows("find_crashed", query.crashes, *given, states)
     if query.states == (State.DEAD,):
         return session.rows("find_dead", *given)
-    return session.rows("find_any", *given, states)
+    return session.rows("find_any", *given, states, session.clock.now())
 
 
 def attempts(session: Session, message_id: str) -> list[Attempt]:
@@ -37,9 +37,9 @@ def attempts(session: Session, message_id: str) -> list[Attempt]:
 
 def count(session: Session) -> dict[str, Counts]:
     """Return, per queue, how many messages wait, run and are dead."""
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int | None]] = {}
     for queue, state, number in session.rows("count_alive"):
         counts.setdefault(queue, {})[State(state).name.lower()] = number
-    for queue, number in session.rows("count_dead"):
-        counts.setdefault(queue, {})["dead"] = number
+    for queue, number, oldest_at in session.rows("count_dead"):
+        counts.setdefault(queue, {}).update(dead=number, oldest_dead_at=oldest_at)
     return {queue: Counts(**numbers) for queue, numbers in counts.items()}

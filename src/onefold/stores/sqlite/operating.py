@@ -107,7 +107,7 @@ def purge(session: Session, limit: int) -> Purged:
     if gone:
         session.run("purge_sequence", max(row[0] for row in gone))
     session.each("purge_message_key", [(scope, key, seq) for seq, scope, key, _ in gone])
-    for name in ("purge_message", "purge_outcome", "purge_attempts"):
+    for name in ("purge_message", "purge_outcome", "purge_attempts", "purge_progress"):
         session.each(name, [row[:1] for row in gone])
     Steps(session.connection).purge([row[3] for row in gone])
     session.run("purge_keys", now, limit)

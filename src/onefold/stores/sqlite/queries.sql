@@ -113,6 +113,31 @@ SELECT seq, fence, state FROM onefold_delivery WHERE seq IN (SELECT value FROM j
 UPDATE onefold_delivery SET lease_until = ?1, started = max(started, ?2)
 WHERE seq IN (SELECT value FROM json_each(?3))
 
+-- name: report_owners
+-- Whose word counts: who holds the message, or ended its claim when nobody has claimed it since.
+SELECT seq, state, fence FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?1))
+UNION ALL
+SELECT seq, state, fence FROM onefold_outcome WHERE seq IN (SELECT value FROM json_each(?1))
+
+-- name: report
+-- A beat alone leaves what the same owner said before, and forgets what an earlier one did.
+INSERT INTO onefold_progress (seq, fence, percent, message, at, beat_at)
+VALUES (?1, ?2, coalesce(?3, 0), ?4, CASE WHEN ?3 IS NULL THEN NULL ELSE ?5 END, ?5)
+ON CONFLICT (seq) DO UPDATE SET
+    percent = CASE WHEN ?3 IS NULL AND fence = ?2 THEN percent ELSE excluded.percent END,
+    message = CASE WHEN ?3 IS NULL AND fence = ?2 THEN message ELSE excluded.message END,
+    at = CASE WHEN ?3 IS NULL AND fence = ?2 THEN at ELSE excluded.at END,
+    fence = ?2, beat_at = ?5
+WHERE fence <= ?2
+
+-- name: progress
+SELECT m.id, m.message_type, p.fence, d.state IS 1, p.percent, p.message, p.at, p.beat_at
+FROM json_each(?) given
+CROSS JOIN onefold_message m ON m.id = given.value
+CROSS JOIN onefold_progress p ON p.seq = m.seq
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+WHERE d.state IS NOT 1 OR d.fence = p.fence
+
 -- name: settle_end
 DELETE FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?))
 
@@ -220,6 +245,9 @@ DELETE FROM onefold_outcome WHERE seq = ?
 -- name: purge_attempts
 DELETE FROM onefold_attempt WHERE seq = ?
 
+-- name: purge_progress
+DELETE FROM onefold_progress WHERE seq = ?
+
 -- name: purge_keys
 DELETE FROM onefold_key
 WHERE (scope, key, kind) IN (SELECT scope, key, kind FROM onefold_key WHERE expires_at <= ? LIMIT ?)
@@ -229,13 +257,14 @@ DELETE FROM onefold_register
 WHERE (kind, name) IN (SELECT kind, name FROM onefold_register WHERE expires_at <= ? LIMIT ?)
 
 -- name: find_ids
+-- A result whose window is over is not shown, though a purge may not have come by yet.
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
-FROM json_each(?) given
+    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?2 THEN o.result END, o.failure
+FROM json_each(?1) given
 JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
@@ -283,7 +312,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
@@ -303,7 +332,7 @@ SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, coun
 FROM onefold_delivery GROUP BY queue, shown
 
 -- name: count_dead
-SELECT m.queue, count(*)
+SELECT m.queue, count(*), min(o.ended_at)
 FROM onefold_outcome o INDEXED BY onefold_outcome_letter
 CROSS JOIN onefold_message m ON m.seq = o.seq
 WHERE o.letter IS NOT NULL

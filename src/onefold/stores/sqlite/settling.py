@@ -65,7 +65,7 @@ def _postpone(session: Session, held: Sequence[_Held], now: int) -> None:
 
 def _tell_others(session: Session, held: Sequence[_Held], now: int) -> None:
     """Send and record what these settlements have for others."""
-    if sends := [e for _, _, o in held if isinstance(o, Done | Parked) for e in o.sends]:
+    if sends := [e for _, _, o in held if isinstance(o, Done | Dead | Parked) for e in o.sends]:
         put_sends(session, sends)
     if notes := notes_of((lease, o) for _, lease, o in held):
         Steps(session.connection).tell(notes, now)

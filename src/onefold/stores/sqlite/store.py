@@ -24,10 +24,12 @@ from onefold.store import (
     Lane,
     Lease,
     Outcome,
+    Progress,
     PutOptions,
     Query,
     Record,
     Registered,
+    Said,
     Stored,
 )
 from onefold.stores.home import Home
@@ -38,6 +40,7 @@ from onefold.stores.sqlite.leasing import claim, claim_possible, extend
 from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
 from onefold.stores.sqlite.putting import KEEP, put
 from onefold.stores.sqlite.reader import Reader, fetch
+from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Row, Session
@@ -107,7 +110,7 @@ class SQLiteStore:
         self._opened = True
         try:
             await self._writer.open()
-            await self.migrate()
+            self._applied = await self.migrate()
             await self._write(lambda session: release_after_boot(session, self._boot))
             if self._reader is not None:
                 await self._reader.open()
@@ -136,7 +139,9 @@ class SQLiteStore:
             await self._reader.close()
 
     async def migrate(self) -> list[str]:
-        await self.open()
+        if not self._opened:
+            await self.open()
+            return self._applied
         return await self._write(lambda session: migrate(session.connection, self._clock.now()), rows=_MANY_ROWS)
 
     def _refuse_misuse(self) -> None:
@@ -211,6 +216,11 @@ class SQLiteStore:
     async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._write(lambda session: extend(session, leases, lease, starting), rows=len(leases))
 
+    async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
+        if all(said is None for _, said in reports):
+            return await self._read(lambda session: report(session, reports))
+        return await self._write(lambda session: report(session, reports), rows=len(reports))
+
     async def restored(self) -> int:
         ended = await self._write(restored, rows=_MANY_ROWS)
         self._wake.ring()
@@ -245,6 +255,9 @@ class SQLiteStore:
 
     async def steps(self, message_id: str) -> list[Step]:
         return await self._read(lambda session: Steps(session.connection).read(message_id))
+
+    async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
+        return await self._read(lambda session: progress(session, ids))
 
     async def attempts(self, message_id: str) -> list[Attempt]:
         return await self._read(lambda session: attempts(session, message_id))

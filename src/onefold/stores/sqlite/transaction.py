@@ -13,7 +13,7 @@ from onefold import limits
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
 from onefold.step import Step
-from onefold.store import Act, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
+from onefold.store import Act, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
 from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, translated
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind
@@ -135,7 +135,10 @@ class SQLiteTransaction:
 def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
     return any(
-        isinstance(o, HandBack | Parked) or lease.envelope.reply_to or (isinstance(o, Done) and (o.sends or o.notes))
+        isinstance(o, HandBack | Parked)
+        or lease.envelope.reply_to
+        or (isinstance(o, Done) and (o.sends or o.notes))
+        or (isinstance(o, Dead) and o.sends)
         for lease, o in settlements
     )
 

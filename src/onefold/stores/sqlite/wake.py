@@ -15,6 +15,10 @@ import tempfile
 from pathlib import Path
 
 
+#: Other processes are woken at most this often: whoever commits faster than that need not tell them each time.
+_RING_SECONDS = 0.001
+
+
 class Wake:
     """The doorbell of one file."""
 
@@ -28,6 +32,8 @@ class Wake:
         self._sending: socket.socket | None = None
         self._bells: list[str] = []
         self._bells_as_of = -1
+        self._pause: asyncio.TimerHandle | None = None
+        self._rung_meanwhile = False
 
     async def wait(self, timeout: float) -> None:
         """Return when the bell rings, or after ``timeout`` seconds."""
@@ -41,8 +47,19 @@ class Wake:
     def ring(self) -> None:
         """Wake everybody who waits, here and in other processes."""
         self._rung.set()
-        if self._between_processes:
-            self._ring_others()
+        if not self._between_processes:
+            return
+        if self._pause is not None:
+            self._rung_meanwhile = True
+            return
+        self._ring_others()
+        self._pause = asyncio.get_running_loop().call_later(_RING_SECONDS, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        if self._rung_meanwhile:
+            self._rung_meanwhile = False
+            self.ring()
 
     def _listen(self) -> None:
         try:
@@ -91,6 +108,11 @@ class Wake:
 
     def close(self) -> None:
         """Stop listening; calling it twice is harmless."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+            if self._rung_meanwhile:
+                self._ring_others()
         if self._listening is not None:
             with contextlib.suppress(RuntimeError):
                 asyncio.get_running_loop().remove_reader(self._listening)

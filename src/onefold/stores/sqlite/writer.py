@@ -64,6 +64,8 @@ class Writer:
         self._turn_micros = 0
         self._busy = False
         self._scheduled = False
+        #: Whether the last write found nobody to share its commit with.
+        self._alone = False
         self._quiet: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -120,7 +122,12 @@ class Writer:
 
     def _queue(self, write: Write) -> asyncio.Future[Any]:
         self._waiting.append(write)
-        self._proceed_soon()
+        if self._alone:
+            # Every other time somebody who writes alone need not wait whether others come.
+            self._alone = False
+            self._proceed()
+        else:
+            self._proceed_soon()
         return write.future
 
     def _proceed_soon(self) -> None:
@@ -130,10 +137,11 @@ class Writer:
             self._loop.call_soon(self._proceed)
 
     def _proceed(self) -> None:
-        self._scheduled = False
         if self._busy:
+            self._scheduled = False
             return
         round_, rows = self._collect()
+        self._scheduled = False
         if not round_.steps:
             if self._quiet is not None and not self._quiet.done():
                 self._quiet.set_result(None)
@@ -220,6 +228,7 @@ class Writer:
         round_.commits = self._turn is None
         if round_.commits:
             self._parts = 0
+        self._alone = self._threaded and self._scheduled and rows == 1
         return round_, rows
 
     def _may_join(self, joining: Write | Turn) -> bool:

@@ -23,6 +23,7 @@ from onefold.testing.contracts.keys import KeyContract
 from onefold.testing.contracts.operating import OperatorContract
 from onefold.testing.contracts.purging import PurgeContract
 from onefold.testing.contracts.putting import PutContract
+from onefold.testing.contracts.reporting import ReportContract
 from onefold.testing.contracts.settling import SettleContract
 from onefold.testing.contracts.supervising import SuperviseContract
 from onefold.testing.contracts.transactions import TransactionContract
@@ -35,6 +36,7 @@ class StoreContract(
     KeyContract,
     ClaimContract,
     SettleContract,
+    ReportContract,
     OperatorContract,
     PurgeContract,
     TransactionContract,

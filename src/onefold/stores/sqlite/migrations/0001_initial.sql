@@ -78,7 +78,7 @@ CREATE TABLE onefold_outcome (
 
 -- The next time that anything of an ended message is to be removed: first its body, then all of it.
 CREATE INDEX onefold_outcome_purge ON onefold_outcome (purge_at);
-CREATE INDEX onefold_outcome_letter ON onefold_outcome (letter) WHERE letter IS NOT NULL;
+CREATE INDEX onefold_outcome_letter ON onefold_outcome (letter, ended_at) WHERE letter IS NOT NULL;
 
 CREATE TABLE onefold_key (
     scope TEXT NOT NULL,
@@ -104,6 +104,16 @@ CREATE TABLE onefold_attempt (
     delay REAL,
     PRIMARY KEY (seq, fence)
 ) WITHOUT ROWID;
+
+-- What handlers last said about themselves; apart, so that a talkative one does not rewrite what is claimed and settled.
+CREATE TABLE onefold_progress (
+    seq INTEGER PRIMARY KEY,
+    fence INTEGER NOT NULL,
+    percent REAL NOT NULL CHECK (percent BETWEEN 0 AND 100),
+    message TEXT NOT NULL,
+    at INTEGER,
+    beat_at INTEGER NOT NULL
+);
 
 -- The journals: what the owner of a message did step by step, and what others told it.
 CREATE TABLE onefold_step (
