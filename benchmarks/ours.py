@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks.board import Tally
-from benchmarks.contender import KILLERS, POISON_EVERY, Job, Mode, NotBuiltError, Ready
+from benchmarks.contender import KILLERS, POISON_EVERY, STEPS, Job, Mode, Ready
 from benchmarks.engines import insert_effect
-from onefold import App, Context, Task
+from onefold import App, Context, Run, Task
 from onefold.store import Done
 
 _QUEUE = "default"
@@ -65,11 +65,26 @@ class Onefold:
 def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, Any]]:
     """Declare the one handler in use, so that claims ask for one type; a sender needs its signature only."""
     app = App(url)
+    if mode is Mode.WORKFLOW:
+        return app, app.workflow(key="{seq}")(_workflow(count or _not_here))
     return app, app.task(key="{seq}")(_handler(mode, count or _not_here, insert_effect(url)))
 
 
 def _not_here(seq: int, made_at: int) -> None:
     raise AssertionError("a sender runs no handler")
+
+
+def _workflow(count: Count) -> Callable[..., Awaitable[int]]:
+    async def add(one: int, other: int) -> int:
+        return one + other
+
+    async def five(run: Run, seq: int, t0: int, to: str, template: str) -> int:
+        count(seq, t0)
+        for number in range(STEPS):
+            seq = await run.step(add, seq, number)
+        return seq
+
+    return five
 
 
 def _handler(mode: Mode, count: Count, insert: str) -> Handler:
@@ -102,6 +117,4 @@ def _handler(mode: Mode, count: Count, insert: str) -> Handler:
         Mode.WAITING: wait,
         Mode.KILLER: kill,
     }
-    if mode not in handlers:
-        raise NotBuiltError("onefold has no workflows yet")
     return handlers[mode]

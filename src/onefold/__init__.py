@@ -1,5 +1,6 @@
 """onefold: durable tasks and messages, delivered at least once, whose effect happens once."""
 
+from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.batch import Batch, Item, SyncBatch
 from onefold.blocking import SyncContext
@@ -39,7 +40,7 @@ from onefold.receipt import Receipt
 from onefold.recurring import Schedule
 from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
-from onefold.store import Query, Record, State
+from onefold.store import Progress, Query, Record, State
 from onefold.sync import SyncApp
 from onefold.transaction import AppTransaction
 from onefold.version import __version__
@@ -57,6 +58,7 @@ __all__ = [
     "Context",
     "DeadError",
     "DeadLetter",
+    "DeadNotice",
     "Debounced",
     "DecodeError",
     "Envelope",
@@ -71,6 +73,7 @@ __all__ = [
     "LimitError",
     "NotHappened",
     "OnefoldError",
+    "Progress",
     "Query",
     "Receipt",
     "Record",

@@ -11,11 +11,14 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from datetime import datetime, timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
+import msgspec
+
 from onefold import inspection, limits
+from onefold.announcing import DeadNotice, announced
 from onefold.batch import Batch, SyncBatch
 from onefold.blocking import SyncContext
 from onefold.bulk import put_all
-from onefold.clock import Clock, SystemClock, new_id, system_random
+from onefold.clock import MICROSECONDS, Clock, SystemClock, new_id, system_random
 from onefold.context import Context
 from onefold.debounce import Debounced
 from onefold.envelope import Envelope, check
@@ -31,11 +34,11 @@ from onefold.registry import Call, Recurring, Registry, Task, TaskOptions, TaskS
 from onefold.running import WorkflowVerbs
 from onefold.schedule import Catchup
 from onefold.slots import Slots
-from onefold.store import Counts, PutOptions, Query, Record, Store
+from onefold.store import Counts, Lease, Outcome, Progress, PutOptions, Query, Record, Store
 from onefold.stores import open_store
-from onefold.stretch import Middleware
 from onefold.ticker import Ticker
 from onefold.timetable import make_timetable
+from onefold.tools import Middleware
 from onefold.transaction import AppTransaction, Buffer, JoinedSend, refuse_inside
 from onefold.work import Work
 from onefold.worker import Worker
@@ -47,6 +50,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
+#: A task that is told of dead letters.
+Hook = Task[[DeadNotice], R]
 OnSend = Callable[[Envelope], Envelope]
 
 #: Where the store's URL is looked for when the app is made without one.
@@ -152,6 +157,25 @@ class App(WorkflowVerbs):
 
         debounced.carrier = self.task(name=f"{task.name}.debounced", queue=task.queue, expires=None)(carry)
         return debounced
+
+    @overload
+    def on_dead(self, function: Callable[[Context, DeadNotice], Awaitable[R]], /) -> Hook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[SyncContext, DeadNotice], R], /) -> Hook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[DeadNotice], Awaitable[R]], /) -> Hook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[DeadNotice], R], /) -> Hook[R]: ...
+    @overload
+    def on_dead(self, **settings: Unpack[TaskOptions]) -> _Declare: ...
+    def on_dead(self, *function: Any, **settings: Any) -> Any:
+        """Declare a task that is told of every dead letter: ``async def alert(letter: DeadNotice)``.
+
+        Its message leaves in the commit that makes the letter, so it is durable and retried like any other.
+        Whatever becomes of it, the letter stays; of its own dead letters nobody is told.
+        """
+        declare = _Declare(self, TaskSettings(**settings), hook=True)
+        return declare(*function) if function else declare
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
@@ -393,6 +417,10 @@ class App(WorkflowVerbs):
                 self._workers.remove(worker)
             return worker.done
 
+    def announce(self, lease: Lease, outcome: Outcome) -> Outcome:
+        """Add to a dead letter what tells of it; for whoever settles messages of this app."""
+        return announced(lease, outcome, self._registry, self._prepare)
+
     def stop_working(self) -> None:
         """Ask the workers of this app to finish what they run, hand back the rest and return."""
         for worker in self._workers:
@@ -458,9 +486,26 @@ class App(WorkflowVerbs):
         return await inspection.redrive(self.store, ids, actor=actor, reason=reason)
 
     async def cancel(self, message_id: str, *, actor: str, reason: str) -> bool:
-        """Take a message back; one that runs can no longer commit."""
+        """Take a message back; one that runs can no longer commit, and its handler is cancelled within about a second.
+
+        A coroutine gets ``CancelledError``, a thread ``HandlerTimeoutError``, a process is killed.
+        """
         refuse_inside("cancel()")
         return await inspection.cancel(self.store, message_id, actor=actor, reason=reason)
+
+    async def progress(self, message_id: str) -> Progress | None:
+        """Return how far a message is, as its handler last said; None if it has said nothing.
+
+        ``stalled`` says that it runs and gives no sign of life for longer than the ``beat_within`` of its task, or
+        without that for longer than a minute.
+        """
+        found = (await self.store.progress([message_id])).get(message_id)
+        if found is None or not found.running:
+            return found
+        task = self._registry.tasks.get(found.message_type)
+        within = limits.BEAT_SECONDS if task is None or task.beat_seconds is None else task.beat_seconds
+        silent = await self.store.now() - found.beat_at
+        return msgspec.structs.replace(found, stalled=silent > within * MICROSECONDS)
 
     async def find(self, query: Query) -> list[Record]:
         """Return one page of messages with where they stand."""
@@ -475,8 +520,14 @@ class _Declare:
     """The decorator ``app.task(…)`` returns."""
 
     def __init__(
-        self, app: App, settings: TaskSettings, recurs: Callable[[Task[Any, Any]], Recurring] | None = None
+        self,
+        app: App,
+        settings: TaskSettings,
+        recurs: Callable[[Task[Any, Any]], Recurring] | None = None,
+        *,
+        hook: bool = False,
     ) -> None:
+        self._hook = hook
         self._app = app
         self._settings = settings
         self._recurs = recurs
@@ -493,6 +544,8 @@ class _Declare:
         task: Task[Any, Any] = Task(self._app, function, self._settings)
         recurring = None if self._recurs is None else self._recurs(task)
         self._app._registry.add(task)
+        if self._hook:
+            self._app._registry.hooks[task.name] = task
         if recurring is not None:
             self._app._registry.recurring[task.name] = recurring
         return task

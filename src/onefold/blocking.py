@@ -122,6 +122,22 @@ class SyncContext(SyncWork):
         )
         return self._threads.wait(once)
 
+    def progress(self, percent: float, message: str = "") -> None:
+        """Say how far the work is, from 0 to 100; see ``Context.progress``."""
+        self._context.progress(percent, message)
+
+    def beat(self) -> None:
+        """Say that the handler is moving, though there is nothing new to tell."""
+        self._context.beat()
+
+    def checkpoint(self, value: Any) -> None:
+        """Write down where the work got to, for the next run of this message; see ``Context.checkpoint``."""
+        self._threads.wait(self._context.checkpoint(value))
+
+    def last_checkpoint(self) -> Any:
+        """Return the value of the last checkpoint of this message, by any of its runs; None if there is none."""
+        return self._threads.wait(self._context.last_checkpoint())
+
     def _in_thread(self, call: Callable[[], R]) -> Callable[[], Awaitable[R]]:
         """Let a call block a thread of its own; its return hint still says how its result is kept."""
 

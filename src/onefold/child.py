@@ -159,14 +159,15 @@ def main() -> None:
     faulthandler.enable(file=faults)
     line = socket.socket(fileno=control)
     orders = _read_orders(line)
-    set_up_logging(verbose=orders.verbose)
     child = Child(line, board, orders)
     try:
         if orders.version != __version__:
             raise ConfigurationError(
                 f"onefold {__version__} was installed below a supervisor of version {orders.version}; start it again"
             )
-        _new_loop().run_until_complete(child.work(load_app(where)))
+        app = load_app(where)
+        set_up_logging(verbose=orders.verbose)
+        _new_loop().run_until_complete(child.work(app))
     except BaseException as error:
         if child.ready:
             logger.exception("worker_broken worker=%s", orders.name)

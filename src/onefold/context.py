@@ -8,13 +8,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from onefold.checkpoint import Checkpoints
 from onefold.clock import to_datetime
 from onefold.effects import Ledger, Reconcile
 from onefold.envelope import Envelope
 from onefold.errors import HandlerError, UncertainError
 from onefold.identity import upstream_key
 from onefold.journal import read_journal
-from onefold.store import Lease, Store
+from onefold.progress import Bearer, make_said, pulse_of
+from onefold.store import Lease, Said, Store
 from onefold.timetable import zone_of
 from onefold.transaction import Prepare
 from onefold.work import Work
@@ -29,6 +31,8 @@ class Context(Work):
     Everything done through it commits together with the message's outcome when the handler returns, or not at all.
     """
 
+    _checkpoints: Checkpoints | None = None
+
     def __init__(
         self,
         lease: Lease,
@@ -39,6 +43,7 @@ class Context(Work):
         step: StepScope | None = None,
         *,
         unkeyed: int = 0,
+        bearer: Bearer | None = None,
     ) -> None:
         # As ``Work`` does it, without the call: one of these is made for every message.
         self.leases = (lease,)
@@ -56,6 +61,7 @@ class Context(Work):
         self._scope = step
         self._ledger = None if step is None else step.ledger
         self._held_until = held_until
+        self._bearer = bearer
 
     @property
     def idempotency_key(self) -> str:
@@ -105,6 +111,45 @@ class Context(Work):
         """
         self.refuse("once()")
         return await self._effects().once(name, call, reconcile, provider_keeps_keys_for)
+
+    def progress(self, percent: float, message: str = "") -> None:
+        """Say how far the work is, from 0 to 100, for whoever asks with ``app.progress``; counts as a beat.
+
+        Costs next to nothing and commits nothing: the worker writes the last word about once a second and when the
+        handler is over, apart from the handler's own commit.  A crash loses what was said within the last second.
+        """
+        self._say(make_said(percent, message))
+
+    def beat(self) -> None:
+        """Say that the handler is moving, though there is nothing new to tell; see ``beat_within`` of a task."""
+        self._say(Said())
+
+    async def checkpoint(self, value: Any) -> None:
+        """Write down where the work got to; the next run of this message finds it with ``last_checkpoint``.
+
+        Commits by itself, so it goes before the handler's transaction.  Durable when it returns, and given to a retry,
+        a redrive and whoever takes over after a crash; raises ``LeaseLostError`` if somebody has.
+        ``value`` is anything that JSON can hold.
+        """
+        self.refuse("checkpoint()")
+        self._refuse_late()
+        await self._so_far().write(value)
+
+    async def last_checkpoint(self) -> Any:
+        """Return the value of the last checkpoint of this message, by any of its runs; None if there is none."""
+        self.refuse("last_checkpoint()")
+        return await self._so_far().last()
+
+    def _so_far(self) -> Checkpoints:
+        if self.step is not None:
+            raise HandlerError("a step has no checkpoints, it is one; divide it into several")
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self.leases[0], self._store)
+        return self._checkpoints
+
+    def _say(self, said: Said) -> None:
+        if self._bearer is not None and not self.over:
+            pulse_of(self._bearer).say(said)
 
     def _effects(self) -> Ledger:
         if self._ledger is None:

@@ -73,7 +73,9 @@ class Crew:
         chance: random.Random,
         tasks: Mapping[str, Task[Any, Any]],
         settings: SupervisorSettings,
+        announce: custody.Announce = custody.unannounced,
     ) -> None:
+        self._announce = announce
         self._store = store
         self._clock = clock
         self._chance = chance
@@ -169,7 +171,7 @@ class Crew:
         pause = _BACK_OFF_SECONDS
         while True:
             try:
-                if await custody.bury(self._store, death, self._key_window):
+                if await custody.bury(self._store, death, self._key_window, self._announce):
                     self.suspected.set()
                 await self._roll.strike(process.name)
                 break

@@ -20,6 +20,13 @@ _PAGE = 200
 
 #: How long the key of a message of this type is kept after it ended.
 KeyWindow = Callable[[str], float]
+#: Adds to the outcome of a message what tells of it, should it be a dead letter.
+Announce = Callable[[Lease, Outcome], Outcome]
+
+
+def unannounced(lease: Lease, outcome: Outcome) -> Outcome:
+    """Tell nobody."""
+    return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,15 @@ async def hand_back(store: Store, worker: str, begun: Sequence[Slot] = ()) -> in
     return number
 
 
-async def bury(store: Store, death: Death, key_window: KeyWindow) -> int:
+async def bury(store: Store, death: Death, key_window: KeyWindow, announce: Announce = unannounced) -> int:
     """Settle everything a dead worker held: the guilty are counted a crash, the others are handed back.
 
     Returns how many were guilty.  A crash in the middle leaves the rest to its leases' end, or to the next call.
     """
     crashes = 0
     async for page in _held_by(store, death.worker):
-        settlements = [_settlement(lease, death, key_window) for lease in page]
+        judged = [_settlement(lease, death, key_window) for lease in page]
+        settlements = [(lease, announce(lease, outcome)) for lease, outcome in judged]
         won = await store.settle(settlements)
         crashes += sum(
             mine and not isinstance(outcome, HandBack) for (_, outcome), mine in zip(settlements, won, strict=True)

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from onefold import limits
+from onefold.announcing import announced
 from onefold.batch import Batch, Item
 from onefold.clock import Clock, give_way
 from onefold.context import Context
@@ -23,12 +24,14 @@ from onefold.errors import HandlerError, LeaseLostError, StoreUnavailableError
 from onefold.handling import Ready, end_strays, make_ready, refuse_strays, watched
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
+from onefold.progress import Pulse
 from onefold.registry import Registry, Task
 from onefold.retry import decide
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
-from onefold.stretch import Middleware, Tools, until_a_person_acts
+from onefold.stretch import until_a_person_acts
 from onefold.threads import BusyError, Threads
+from onefold.tools import Middleware, Tools
 from onefold.transaction import Prepare
 from onefold.work import Work
 from onefold.workflow import Workflow, drive
@@ -41,6 +44,7 @@ UNSUPPORTED_SECONDS = 30.0
 UNAVAILABLE_SECONDS = 5.0
 
 Settlements = list[tuple[Lease, Outcome]]
+Decided = TypeVar("Decided", bound=Outcome)
 
 
 class Hold(Protocol):
@@ -63,6 +67,8 @@ class Hold(Protocol):
     def runner(self) -> asyncio.Task[None] | None:
         """The task that runs it."""
         ...
+
+    pulse: Pulse | None
 
 
 @dataclass(slots=True)
@@ -106,10 +112,14 @@ class Execution:
         lease = hold.lease
         task = self.registry.handler(lease.envelope)
         if refusal := self._refuse(task, lease):
-            return refusal
+            return self.announce(lease, refusal)
         if isinstance(task, Workflow):
             return await self._drive(task, hold)
-        context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold))
+        context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold), bearer=hold)
+        if task.beat_seconds is not None:
+            # Its beginning is the first sign of life, so that one which never gives another is seen to stall.
+            hold.pulse = Pulse(self.clock.steady())
+            hold.pulse.beat()
         token = current.set(context)
         try:
             result = await self._begin(task, context, task.signature.decode(lease.envelope.payload_inline or b""))
@@ -137,9 +147,10 @@ class Execution:
 
     async def _drive(self, workflow: Workflow[Any, Any], hold: Hold) -> Outcome:
         held_until = partial(self._deadline, hold)
-        tools = Tools(self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
+        given = (self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
+        tools = Tools(*given, hold)
         try:
-            return await drive(workflow, hold.lease, tools)
+            return self.announce(hold.lease, await drive(workflow, hold.lease, tools))
         except BaseException as error:
             await _raise_if_stopped((hold,), error)
             return self._decide(workflow, hold.lease, error)
@@ -178,7 +189,7 @@ class Execution:
         task = self.registry.handler(holds[0].lease.envelope)
         for lease in (hold.lease for hold in holds):
             if refusal := self._refuse(task, lease):
-                settled.append((lease, refusal))
+                settled.append((lease, self.announce(lease, refusal)))
                 continue
             try:
                 value = task.signature.decode(lease.envelope.payload_inline or b"")["value"]
@@ -273,7 +284,11 @@ class Execution:
         if isinstance(outcome, Dead):
             outcome = replace(outcome, key_window=task.key_window)
         _log(lease, outcome, kind)
-        return outcome
+        return self.announce(lease, outcome)
+
+    def announce(self, lease: Lease, outcome: Decided) -> Decided:
+        """Let those be told who want to know of dead letters."""
+        return announced(lease, outcome, self.registry, self.prepare)
 
     # what comes after the commit
 

@@ -67,6 +67,13 @@ class Asked(_Frame, frozen=True):
     parameters: Any = ()
 
 
+class Told(_Frame, frozen=True):
+    """From the process: what the handler says about itself.  Nobody answers."""
+
+    percent: float | None
+    message: str
+
+
 class Raised(_Frame, frozen=True):
     """An exception, by its name."""
 
@@ -110,7 +117,7 @@ class Failed(_Frame, frozen=True):
     leaving: bool = False
 
 
-Frame = Setup | Ready | Run | Begun | Asked | Answered | Returned | Failed
+Frame = Setup | Ready | Run | Begun | Asked | Told | Answered | Returned | Failed
 
 _MICROSECOND = dt.timedelta(microseconds=1)
 #: What MessagePack does not know, by number: how it is written as text and read again.

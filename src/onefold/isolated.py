@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from onefold import frames
+from onefold import frames, limits
 from onefold.app import App
-from onefold.clock import SystemClock, system_random
+from onefold.clock import MICROSECONDS, SystemClock, system_random
 from onefold.context import Context
 from onefold.errors import (
     ConfigurationError,
@@ -30,16 +30,19 @@ from onefold.errors import (
     StoreUnavailableError,
     UncertainError,
 )
-from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returned, Run, Setup, Verb
+from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returned, Run, Setup, Told, Verb
 from onefold.handling import make_ready, refuse_strays, watched
 from onefold.inside import current
+from onefold.progress import Pulse
 from onefold.registry import Task
 from onefold.retry import decide, failure_of
 from onefold.step import Step
 from onefold.stepping import in_time
-from onefold.store import Dead, Lease
+from onefold.store import Dead, Lease, Said
 from onefold.sync import SyncApp
 from onefold.threads import Threads
+
+_clock = SystemClock()
 
 
 def main() -> None:
@@ -108,6 +111,7 @@ class _Process:
             raise context.uncertain from error
         finally:
             context.close()
+            context.pass_on()
             current.reset(token)
 
 
@@ -142,8 +146,29 @@ def _failed(error: BaseException, lease: Lease, task: Task[Any, Any] | None) -> 
 class _Isolated(Context):
     """The context of an isolated handler."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._store: Any
+        self._pulse = Pulse()
+        self._said_at = 0
+
     def after(self, function: Any, *args: Any, **kwargs: Any) -> None:
         raise HandlerError("an isolated handler has nothing after its commit: its process may be gone; use ctx.send()")
+
+    def _say(self, said: Said) -> None:
+        """Pass it on now and then; the worker writes no more often."""
+        if self.over:
+            return
+        self._pulse.say(said)
+        now = _clock.steady()
+        if now >= self._said_at + round(limits.REPORT_SECONDS * MICROSECONDS / 2):
+            self._said_at = now
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the worker what is new, if anything."""
+        if (said := self._pulse.take()) is not None:
+            self._store.tell(said)
 
 
 class _Remote:
@@ -160,6 +185,9 @@ class _Remote:
     @property
     def connection(self) -> Any:
         raise ConfigurationError("an isolated handler has no connection of the driver's; use ctx.execute()")
+
+    def tell(self, said: Said) -> None:
+        self._line.say(Told(said.percent, said.message))
 
     async def execute(self, statement: str, parameters: Sequence[Any]) -> Any:
         return await self._line.ask("execute", statement, parameters)
@@ -186,6 +214,7 @@ class _Line:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
+        self._saying = threading.Lock()
         self._runs: asyncio.Queue[Run | None] = asyncio.Queue()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._count = 0
@@ -215,7 +244,9 @@ class _Line:
         data = frames.write(frame)
         if isinstance(frame, Returned | Failed):
             self._busy = False
-        self._line.sendall(data)
+        # A handler in a thread says how far it is from there; frames must not get into each other.
+        with self._saying:
+            self._line.sendall(data)
 
     async def ask(self, verb: Verb, statement: str = "", parameters: Sequence[Any] = ()) -> Any:
         """Have the worker do something, and return the rows."""

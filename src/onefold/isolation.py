@@ -25,11 +25,11 @@ from onefold import frames, limits
 from onefold.clock import to_instant
 from onefold.context import Context
 from onefold.errors import HandlerError, HandlerTimeoutError, LeaseLostError, StoreUnavailableError, UncertainError
-from onefold.frames import Answered, Asked, Failed, Frame, Returned, Run, Setup
+from onefold.frames import Answered, Asked, Failed, Frame, Returned, Run, Setup, Told
 from onefold.registry import Task
 from onefold.retry import RetryPolicy
 from onefold.step import Step
-from onefold.store import Again, Dead, Failure, Lease
+from onefold.store import Again, Dead, Failure, Lease, Said
 from onefold.threads import BusyError
 
 #: What a process said before it died may still be on its way when its death is known.
@@ -84,7 +84,8 @@ class Processes:
         async with self._room:
             process = await self._begin(_run_frame(task, context))
             try:
-                answer = await _within_its_time(task, process.finish(lambda asked: _answer(context, asked)))
+                finishing = process.finish(lambda asked: _answer(context, asked), context._say)
+                answer = await _within_its_time(task, finishing)
             except BaseException:
                 await process.kill()
                 raise
@@ -236,12 +237,16 @@ class Process:
         await self._say(frame)
         await self._hear()
 
-    async def finish(self, answer: Callable[[Asked], Awaitable[Answered]]) -> Returned | Failed:
+    async def finish(
+        self, answer: Callable[[Asked], Awaitable[Answered]], listen: Callable[[Said], None]
+    ) -> Returned | Failed:
         """Do what the handler asks for, until it is over; raises ``CrashedError`` when the process dies."""
         while True:
             said = await self._hear()
             if isinstance(said, Asked):
                 await self._say(await answer(said))
+            elif isinstance(said, Told):
+                listen(Said(said.percent, said.message))
             elif isinstance(said, Returned | Failed):
                 return said
 

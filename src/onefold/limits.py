@@ -117,6 +117,14 @@ CLAIM_AHEAD_SECONDS = 0.1
 
 #: Without a wake-up a worker looks this often; wake-ups are hints and may be lost.
 POLL_SECONDS = 1.0
+#: What handlers say about themselves is written this often, and a cancelled one is told within this time.
+REPORT_SECONDS = 1.0
+#: A sentence for people, cut here; what is longer belongs into a log.
+PROGRESS_MESSAGE_MAX = 500
+#: Checkpoints of one message: they are kept until it is purged, and read when it runs again.
+CHECKPOINTS_MAX = 1_024
+#: A handler that has reported once and then says nothing for this long is shown as stalled, unless its task says more.
+BEAT_SECONDS = 60.0
 #: Rows removed in one transaction, small enough that nobody waits for it.
 PURGE_BATCH = 1_000
 PURGE_SECONDS = 60.0

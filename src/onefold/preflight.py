@@ -26,7 +26,8 @@ from onefold.inside import current
 from onefold.journal import Journal
 from onefold.step import Step
 from onefold.store import Lease, Query, Record, State
-from onefold.stretch import Parking, Stretch, Tools
+from onefold.stretch import Parking, Stretch
+from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
 
 #: A workflow that takes longer to get through its journal waits for something that is not a step.

@@ -170,6 +170,8 @@ class TaskSettings:
     #: ``batch`` shares commits between handlers without SQL of their own; ``now`` has the smallest window for a re-run.
     settle: Literal["batch", "now"] = "batch"
     effects: tuple[Effect, ...] | None = None
+    #: A handler that neither beats nor reports progress for this long is shown and logged as stalled.
+    beat_within: timedelta | float | None = None
     #: Give each run a process, which may die without harm to others.
     isolate: bool = False
     #: Give each run up to so many messages; True for the default number.
@@ -197,6 +199,7 @@ class TaskOptions(TypedDict, total=False):
     key_window: timedelta | float
     settle: Literal["batch", "now"]
     effects: tuple[Effect, ...] | None
+    beat_within: timedelta | float | None
 
 
 class Task(Generic[P, R]):
@@ -227,6 +230,7 @@ class Task(Generic[P, R]):
         self.key_window = seconds(settings.key_window)
         self.settle = settings.settle
         self.effects = settings.effects
+        self.beat_seconds = None if settings.beat_within is None else seconds(settings.beat_within)
         self._sender = sender
         self._check_windows()
 
@@ -374,6 +378,8 @@ class Registry:
     def __init__(self) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
         self._pinned: dict[tuple[str, int], Task[Any, Any]] = {}
+        #: Those of them that are told of dead letters.
+        self.hooks: dict[str, Task[Any, Any]] = {}
         #: Those of them that recur.
         self.recurring: dict[str, Recurring] = {}
 

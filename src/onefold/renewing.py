@@ -41,7 +41,7 @@ class Renewer:
                 # The answer took longer than a lease lasts: ask once more before giving them up.
                 await self._renew(overdue)
             for one in self._overdue(held):
-                _lose(one)
+                one.lose()
             if kept and self._slots is not None:
                 self._slots.renewed(asked_at)
             await self._clock.sleep(self._pause())
@@ -72,7 +72,7 @@ class Renewer:
                     one.until = until
                 elif self._held.get(one.lease.id) is one:
                     one.taken_over = True
-                    _lose(one)
+                    one.lose()
         return True
 
     async def _answer_in_time(self, held: list[Held]) -> list[bool]:
@@ -95,9 +95,3 @@ class Renewer:
         finally:
             giving_up.cancel()
             extending.cancel()
-
-
-def _lose(held: Held) -> None:
-    held.lost = True
-    if held.runner is not None:
-        held.runner.cancel()

@@ -9,11 +9,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.execution import Execution
-from onefold.store import HandBack, Lease, Outcome
+from onefold.progress import Pulse
+from onefold.store import Dead, HandBack, Lease, Outcome
 
 logger = logging.getLogger("onefold")
 
@@ -40,6 +41,14 @@ class Held:
     taken_over: bool = False
     #: Its outcome is known and on its way into the store.
     settling: bool = False
+    #: What its handler says about itself, if it says anything.
+    pulse: Pulse | None = None
+
+    def lose(self) -> None:
+        """Stop working on it: its handler, if it runs, is cancelled."""
+        self.lost = True
+        if self.runner is not None:
+            self.runner.cancel()
 
 
 Settlement = tuple[Held, Outcome]
@@ -114,6 +123,11 @@ class Settler:
                 await self.settle([one])
             return
         held, outcome = settlements[0]
+        if isinstance(outcome, Dead) and outcome.sends:
+            # Telling others of a letter must not keep it from being written.
+            logger.warning("dead_letter_not_told message_id=%s error=%s", held.lease.id, error)
+            await self.settle([(held, replace(outcome, sends=()))])
+            return
         task = self._execution.registry.handler(held.lease.envelope)
         failed = self._execution.decide_failure(task, held.lease, error)
         if type(failed) is type(outcome):

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from onefold import limits
-from onefold.clock import MICROSECONDS, Clock
+from onefold.clock import MICROSECONDS
 from onefold.codec import fingerprint_of_call
 from onefold.context import Context, StepScope
 from onefold.effects import Ledger
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.handling import end_strays, refuse_strays
 from onefold.inside import current
 from onefold.journal import Journal, Retried, decode_failure, encode
 from onefold.receipt import Receipt
@@ -31,16 +32,12 @@ from onefold.registry import Call
 from onefold.retry import decide, failure_of
 from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
-from onefold.store import Dead, Failure, Lease, Parked, Store, Transaction
-from onefold.transaction import Buffer, Prepare
+from onefold.store import Dead, Failure, Lease, Parked, Transaction
+from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")
 
 R = TypeVar("R")
-
-#: Wraps every run of a handler or step: ``async def middleware(ctx, proceed): return await proceed()``.
-#: For a batch ``ctx`` is the ``Batch``.
-Middleware = Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
 _FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
@@ -51,19 +48,6 @@ branch: ContextVar[str] = ContextVar("onefold_branch", default="")
 
 class Parking(BaseException):
     """Leaves the workflow's code because everything it does has come to wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What every run of a worker needs."""
-
-    store: Store
-    clock: Clock
-    chance: random.Random
-    prepare: Prepare
-    resources: Any
-    held_until: Callable[[], int]
-    middleware: Sequence[Middleware] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +187,11 @@ class Stretch:
         cause = StepScope(name, 1, None, self.journal.restarts).cause(self.lease.envelope)
         return self.tools.prepare(call, cause, 0)
 
-    async def record(self, steps: Sequence[Step], buffer: Buffer | None = None) -> list[Step]:
-        """Write these lines, and with them all that is pending, in one commit; returns those that stand."""
-        return await self._write(steps, buffer, None)
+    async def record(self, steps: Sequence[Step], context: Context | None = None) -> list[Step]:
+        """Write these lines, and with them all that is pending, in one commit; returns those that stand.
 
-    async def _write(self, steps: Sequence[Step], buffer: Buffer | None, context: Context | None) -> list[Step]:
+        What a step did through its ``context`` is part of that commit.
+        """
         self.refuse()
         if self._dry:
             raise self._park()
@@ -215,10 +199,12 @@ class Stretch:
         pending, sends, notes = journal.take_pending(), journal.sends, journal.notes
         journal.sends, journal.notes = [], []
         lines = [*pending, *steps]
-        leaves = (*sends, *(buffer.envelopes if buffer else ())), (*notes, *(buffer.notes if buffer else ()))
         try:
             with self.fatal:
-                recorded = await self._commit(lines, *leaves, context)
+                if context is None:
+                    recorded = await self._commit(lines, sends, notes, None)
+                else:
+                    recorded = await self._commit(lines, (*sends, *context.sends), (*notes, *context.notes), context)
         except BaseException:
             journal.pending[:0], journal.sends[:0], journal.notes[:0] = pending, sends, notes
             raise
@@ -234,7 +220,7 @@ class Stretch:
             recorded.extend(await transaction.record(self.lease, lines))
             await leave(transaction, sends, notes)
 
-        if context is not None:
+        if context is not None and context.in_transaction:
             await context.commit_with(write)
         elif sends or notes:
             async with store.transaction() as transaction:
@@ -282,21 +268,25 @@ class Stretch:
         tools, journal = self.tools, self.journal
         ledger = Ledger(self.lease.id, _answering(journal, name), self.record, f"{name}/")
         scope = StepScope(name, attempt, ledger, journal.restarts)
-        context = Context(self.lease, tools.store, tools.prepare, tools.resources, tools.held_until, scope)
-        call: Callable[[], Awaitable[Any]] = lambda: function.call(context, args, kwargs)  # noqa: E731
+        context = Context(
+            self.lease, tools.store, tools.prepare, tools.resources, tools.held_until, scope, bearer=tools.bearer
+        )
+        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
         for middleware in reversed(tools.middleware):
-            call = wrapped(middleware, context, call)
+            call = partial(middleware, context, call)
         token = current.set(context)
         try:
             result = await in_time(call, function.settings.timeout_seconds, name)
+            await refuse_strays(context)
             context.close()
             if context.uncertain is not None:
                 raise context.uncertain
             line = Step(name, StepKind.RESULT, function.codec.encode(result), fingerprint)
-            (stands,) = await self._write([line], context.buffer, context if context.in_transaction else None)
+            (stands,) = await self.record([line], context)
             return function.codec.decode(stands.value)
         except BaseException as error:
             context.close()
+            await end_strays(context)
             await context.roll_back(error)
             if context.uncertain is not None:
                 raise context.uncertain from error
@@ -387,10 +377,3 @@ def until_a_person_acts(lease: Lease, error: ReplayError | UncertainError) -> Pa
     logger.warning("parked_for_a_person message_id=%s error=%s", lease.id, error)
     reason = "replay" if isinstance(error, ReplayError) else "uncertain"
     return Parked(None, lease.wake, awaits=0, failure=failure_of(error, reason))
-
-
-def wrapped(
-    middleware: Middleware, context: Context, proceed: Callable[[], Awaitable[Any]]
-) -> Callable[[], Awaitable[Any]]:
-    """Return a call with a middleware around it."""
-    return lambda: middleware(context, proceed)

@@ -49,6 +49,7 @@ class Supervisor:
         chance: random.Random,
         tasks: Mapping[str, Task[Any, Any]],
         settings: SupervisorSettings,
+        announce: custody.Announce = custody.unannounced,
     ) -> None:
         if store.capabilities.durability == "nothing":
             raise ConfigurationError(
@@ -64,7 +65,7 @@ class Supervisor:
         self._failure: ConfigurationError | None = None
         self._filled = 0
         self._tell_ready: Callable[[], None] = lambda: None
-        self.crew = Crew(store, clock, chance, tasks, settings)
+        self.crew = Crew(store, clock, chance, tasks, settings, announce)
         self._watch = Watch(self.crew, store, clock, settings)
         #: When the store last answered, on the steady clock.
         self.store_checked_at = clock.steady()

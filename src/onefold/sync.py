@@ -23,8 +23,8 @@ from onefold.inside import current
 from onefold.portal import Portal
 from onefold.registry import Call, Sendable, Task, TaskOptions
 from onefold.store import Store
-from onefold.stretch import Middleware
 from onefold.syncing import Declare, SyncVerbs
+from onefold.tools import Middleware
 from onefold.waiting import SyncReceipt, SyncTask, SyncTransaction
 
 P = ParamSpec("P")

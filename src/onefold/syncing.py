@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from datetime import datetime, timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
+from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.blocking import SyncContext
 from onefold.context import Context
@@ -18,13 +19,16 @@ from onefold.registry import Call, Sendable, Task, TaskOptions
 from onefold.schedule import Catchup
 from onefold.step import Step
 from onefold.stepping import StepOptions
-from onefold.store import Counts, Query, Record
+from onefold.store import Counts, Progress, Query, Record
 from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask
 from onefold.workflow import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: A task that is told of dead letters.
+SyncHook = SyncTask[[DeadNotice], R]
 
 
 class SyncVerbs:
@@ -55,8 +59,12 @@ class SyncVerbs:
         return self._run(lambda: self.app.redrive(ids, actor=actor, reason=reason))
 
     def cancel(self, message_id: str, *, actor: str, reason: str) -> bool:
-        """Take a message back; one that runs can no longer commit."""
+        """Take a message back; one that runs can no longer commit, and its handler is cancelled; see ``App.cancel``."""
         return self._run(lambda: self.app.cancel(message_id, actor=actor, reason=reason))
+
+    def progress(self, message_id: str) -> Progress | None:
+        """Return how far a message is, as its handler last said; see ``App.progress``."""
+        return self._run(lambda: self.app.progress(message_id))
 
     def find(self, query: Query) -> list[Record]:
         """Return one page of messages with where they stand."""
@@ -65,6 +73,21 @@ class SyncVerbs:
     def count(self) -> dict[str, Counts]:
         """Return, per queue, how many messages wait, run and are dead."""
         return self._run(self.app.count)
+
+    @overload
+    def on_dead(self, function: Callable[[Context, DeadNotice], Awaitable[R]], /) -> SyncHook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[SyncContext, DeadNotice], R], /) -> SyncHook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[DeadNotice], Awaitable[R]], /) -> SyncHook[R]: ...
+    @overload
+    def on_dead(self, function: Callable[[DeadNotice], R], /) -> SyncHook[R]: ...
+    @overload
+    def on_dead(self, **settings: Unpack[TaskOptions]) -> Declare: ...
+    def on_dead(self, *function: Any, **settings: Any) -> Any:
+        """Declare a task that is told of every dead letter; see ``App.on_dead``."""
+        declare = Declare(self, self.app.on_dead(**settings))
+        return declare(*function) if function else declare
 
     # recurring
 

@@ -20,7 +20,7 @@ from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from itertools import islice, takewhile
 from typing import Literal, NamedTuple
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 from cronsim import CronSim, CronSimError
@@ -31,6 +31,7 @@ from onefold.errors import ConfigurationError, seconds
 
 _EPOCH = date(1970, 1, 1)
 _DAY = timedelta(days=1)
+_LAST_MINUTE = time(23, 59, fold=1)
 _MICROSECOND = timedelta(microseconds=1)
 _MINUTE = 60 * MICROSECONDS
 _HOUR = 60 * _MINUTE
@@ -52,7 +53,8 @@ class Cron(msgspec.Struct, frozen=True, tag_field="kind", tag="cron"):
         for day in _dates(rule, _date_of(instant, zone) - _DAY, forward=True):
             pending.update(_moments(rule, zone, day))
             # A clock that goes back over midnight lets a date come again when the next one has already begun.
-            ready = sorted(one for one in pending if one < _begin(day + _DAY, zone))
+            tomorrow = _begin(day + _DAY, zone)
+            ready = sorted(one for one in pending if one < tomorrow)
             pending.difference_update(ready)
             yield from (one for one in ready if one > instant)
         yield from (one for one in sorted(pending) if one > instant)
@@ -170,7 +172,7 @@ def zone_of(name: str) -> tzinfo:
         return UTC  # needs no data of the machine
     try:
         return ZoneInfo(name)
-    except (OSError, ValueError) as error:  # a name that is none is refused in many ways
+    except (OSError, ValueError, ZoneInfoNotFoundError) as error:  # a name that is none is refused in many ways
         raise ConfigurationError(
             f"timezone {name!r} is not known here; write an IANA name such as Europe/Berlin, "
             "and install the package tzdata where the system has no time zones"
@@ -197,8 +199,8 @@ def _checked(cron: Cron) -> Cron:
 class _Rule(NamedTuple):
     """A cron expression, read."""
 
-    minutes: tuple[int, ...]
-    hours: tuple[int, ...]
+    #: The times of the day, in microseconds since midnight by the clock on the wall.
+    times: tuple[int, ...]
     months: frozenset[int]
     has_day: Callable[[date], bool]
     #: Minute and hour are both fixed: it names times of the day, not a rhythm.
@@ -218,7 +220,8 @@ def _rule(expression: str) -> _Rule:
     except CronSimError as error:
         raise ConfigurationError(f"cron expression {expression!r}: {error}") from error
     fixed = not fields[0].startswith("*") and not fields[1].startswith("*")
-    return _Rule(tuple(sorted(read.minutes)), tuple(sorted(read.hours)), frozenset(read.months), read.match_day, fixed)
+    times = tuple(hour * _HOUR + minute * _MINUTE for hour in sorted(read.hours) for minute in sorted(read.minutes))
+    return _Rule(times, frozenset(read.months), read.match_day, fixed)
 
 
 def _dates(rule: _Rule, first: date, *, forward: bool) -> Iterator[date]:
@@ -235,23 +238,19 @@ def _dates(rule: _Rule, first: date, *, forward: bool) -> Iterator[date]:
         day += _DAY if forward else -_DAY
 
 
-def _moments(rule: _Rule, zone: tzinfo, day: date) -> set[int]:
+def _moments(rule: _Rule, zone: tzinfo, day: date) -> list[int]:
     """Return the instants at which an expression fires on one date of a zone."""
-    found: set[int] = set()
-    for hour in rule.hours:
-        wall = datetime.combine(day, time(hour), zone)
-        offset = wall.utcoffset()
-        if offset == wall.replace(minute=59, fold=1).utcoffset():
-            begins = _instant(wall)
-            found.update([begins + minute * _MINUTE for minute in rule.minutes])
-        else:
-            for minute in rule.minutes:
-                found.update(_around_change(wall.replace(minute=minute), fixed=rule.fixed))
-    return found
+    midnight = datetime.combine(day, time(), zone)
+    # Since 1970 no zone has changed its offset twice within six days: the same one at both ends is the only one.
+    if midnight.utcoffset() == datetime.combine(day, _LAST_MINUTE, zone).utcoffset():
+        begins = _instant(midnight)
+        return [begins + passed for passed in rule.times]
+    walls = (midnight + timedelta(microseconds=passed) for passed in rule.times)
+    return [instant for wall in walls for instant in _around_change(wall, fixed=rule.fixed)]
 
 
 def _around_change(wall: datetime, *, fixed: bool) -> tuple[int, ...]:
-    """Return the instants for one wall time in an hour in which the zone's offset changes."""
+    """Return the instants for one wall time of a date on which the zone's offset changes."""
     first, second = _instant(wall), _instant(wall.replace(fold=1))
     if first == second:
         return (first,)

@@ -17,6 +17,8 @@ logger = logging.getLogger("onefold")
 
 #: A supervisor that did not look for this long was itself at a standstill, and so perhaps was the whole machine.
 _STANDSTILL_SECONDS = 5.0
+#: A process that is not ready after this long hangs in the app's own code.
+_START_SECONDS_MAX = 120.0
 #: After its time to stop a process has this much more to hand back what it runs; then it is killed.
 _STOP_MARGIN_SECONDS = 2.0
 #: A process that has not renewed its leases for this part of their length needs help; the rest of it is left for that.
@@ -59,7 +61,7 @@ class Watch:
             process.kill_with_stacks("a handler ran past its timeout and did not stop when it was cancelled", overdue)
         elif self._is_late(process, now):
             process.kill("it did not stop in time", frozenset())
-        elif silent > self._settings.stall_seconds:
+        elif silent > self._patience(process):
             process.kill_with_stacks(f"its event loop had not moved for {silent:.0f} s")
         elif silent > limits.STALL_WARNING_SECONDS and not process.stalled_seconds:
             logger.warning(
@@ -74,6 +76,11 @@ class Watch:
         reprieve = self._awake_since + round(limits.HARD_TIMEOUT_GRACE * MICROSECONDS)
         waited_for = reprieve if self._awake_since > slot.started_at else 0
         return slot.deadline > 0 and max(slot.deadline, waited_for) <= now
+
+    def _patience(self, process: WorkerProcess) -> float:
+        """How long it may be silent; while it imports the app it cannot speak."""
+        seconds = self._settings.stall_seconds
+        return seconds if process.ready.is_set() else max(seconds, _START_SECONDS_MAX)
 
     def _is_late(self, process: WorkerProcess, now: int) -> bool:
         seconds = self._settings.stop_seconds + _STOP_MARGIN_SECONDS

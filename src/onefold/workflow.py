@@ -41,7 +41,8 @@ from onefold.retry import failure_of
 from onefold.step import Step, StepKind
 from onefold.stepping import StepOptions, in_time, step_function
 from onefold.store import Dead, Done, Lease, Outcome, State, Stored
-from onefold.stretch import Raised, Stretch, Tools, Wait, branch, stopped_from_outside, until_a_person_acts
+from onefold.stretch import Raised, Stretch, Wait, branch, stopped_from_outside, until_a_person_acts
+from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")
 

@@ -151,7 +151,10 @@ def check_command(words: list[str]) -> None:
     elif program == "onefold":
         from onefold.cli import cli
 
-        command = typer.main.get_command(cli).commands[arguments[0]]  # type: ignore[attr-defined]
+        command = typer.main.get_command(cli)
+        while hasattr(command, "commands"):
+            name, *arguments = arguments
+            command = command.commands[name]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         assert {word.partition("=")[0] for word in arguments if word.startswith("-")} <= known | {"--help"}
     else:

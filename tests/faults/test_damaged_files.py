@@ -26,7 +26,7 @@ from onefold.testing.vfs import FaultyFiles
 MESSAGES = 40
 SEED = 20_262
 #: Damaged copies that are tried, of the file and of its log.
-DAMAGES = 60
+DAMAGES = 40
 MAGIC = b"SQLite format 3\0"
 
 

@@ -184,6 +184,22 @@ def test_opening_on_a_disk_that_fails_is_a_typed_error_and_opening_again_works(
     assert at > 3
 
 
+def test_whichever_lock_is_taken_while_a_new_file_is_opened_it_is_waited_for(tmp_path: Path) -> None:
+    """Fault 13: as when several processes open it at the same moment; some locks SQLite itself does not wait for."""
+
+    async def scenario(files: FaultyFiles, path: Path, at: int) -> int:
+        files.plan(FileFault("busy", "lock", at))
+        scene = Scene(SQLiteStore(str(path)))
+        await scene.prepare()
+        return files.fired
+
+    with FaultyFiles(durable=False) as files:
+        for at in range(1, POINTS_MAX):
+            if not run(lambda at=at: scenario(files, tmp_path / f"{at}.db", at)):  # type: ignore[misc]
+                break
+    assert at > 3
+
+
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_killed_in_the_middle_of_a_write_or_before_a_sync(operation: Operation, template: Path, tmp_path: Path) -> None:
     """Fault 2: what was reported is there, what was not is there entirely or not at all."""

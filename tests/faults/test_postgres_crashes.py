@@ -145,7 +145,7 @@ def test_each_session_is_ended_in_its_turn(postgres_server: PostgresServer, post
     ended: dict[int, str] = {}
 
     async def end_one_after_the_other(direct: psycopg.AsyncConnection[Any]) -> None:
-        for _ in range(40):
+        for _ in range(24):
             rows = await (await direct.execute(SESSIONS)).fetchall()
             left = [row for row in rows if row[0] not in ended] or rows
             pid, query = left[0]

@@ -57,6 +57,15 @@ class Bench:
         return [one for one in await app.find(Query()) if one.envelope.message_type == "child"]
 
 
+async def result_of(receipt: Receipt[Any]) -> Any:
+    """Wait for a result in real time; the clock of the app stands still."""
+    while not (await app.find(Query(ids=(receipt.id,))))[0].state.ended:
+        turn = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.02, turn.set)
+        await turn.wait()
+    return await receipt.result()
+
+
 @pytest.fixture
 def bench(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setenv("ONEFOLD_URL", store_url)
@@ -279,6 +288,23 @@ def test_processes_are_used_again_and_end_with_the_worker(sqlite_bench: Bench) -
         assert len(pids) == 1
         with pytest.raises(ProcessLookupError):
             os.kill(pids.pop(), 0)
+
+    bench.run(scenario)
+
+
+def test_a_process_that_dies_between_two_messages_is_nobodys_fault(sqlite_bench: Bench) -> None:
+    """Fault 20: the next message is given to another one, and is not blamed."""
+    bench = sqlite_bench
+
+    async def scenario() -> None:
+        working = asyncio.create_task(app.work(concurrency=1))
+        pid = await result_of(await tasks.who.send())
+        os.kill(pid, signal.SIGKILL)
+        second = await tasks.who.send()
+        assert await result_of(second) != pid
+        assert (await bench.record(second)).crashes == 0
+        app.stop_working()
+        await working
 
     bench.run(scenario)
 

@@ -23,12 +23,12 @@ def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Sc
 def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) -> None:
     """C17: only what it has begun waits for it."""
     local.send("quick", *((f"{number}",) for number in range(300)))
-    local.send("hold", ("long", 8))
+    local.send("hold", ("long", 10))
     behind = local.send("quick", *((f"{number}",) for number in range(300, 600)))
-    first = local.work("--lease", "1", "--concurrency", "1").wait_ready()
+    first = local.work("--lease", "2", "--concurrency", "1").wait_ready()
     wait_until(lambda: "hold:long" in local.runs(), local.story)
     fetched = [id_ for id_, record in local.records().items() if id_ in behind and record.state is State.LEASED]
-    beside = local.work("--lease", "1").wait_ready()
+    beside = local.work("--lease", "2").wait_ready()
     local.wait_ended()
     assert fetched
     assert set(local.runs().values()) == {1}, local.story()
@@ -44,7 +44,7 @@ def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) ->
 def test_an_event_loop_that_does_not_move_is_killed_and_its_stack_kept(local: Scene) -> None:
     """Fault 21: what hangs three processes is quarantined like what kills them."""
     local.send("hold", ("for-ever", 3_600))
-    worker = local.work("--stall-after", "1", "--lease", "3600", "--until-idle")
+    worker = local.work("--stall-after", "2", "--lease", "3600", "--until-idle")
     assert worker.wait() == 0, local.story()
     (letter,) = local.letters()
     assert (letter.failure.reason, letter.crashes) == ("quarantined", 3)

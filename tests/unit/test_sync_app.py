@@ -83,7 +83,7 @@ def effects(app: SyncApp) -> list[str]:
 
 #: What stays asynchronous, and what belongs to workers and other machinery.
 ELSEWHERE: dict[type, set[str]] = {
-    App: {"dispatch", "fresh_id", "store", "work_as"},
+    App: {"announce", "dispatch", "fresh_id", "store", "work_as"},
     AppTransaction: {"connection", "refuse", "tell"},
     Receipt: {"confirm"},
     DeadLetter: set(),

@@ -116,6 +116,34 @@ def test_losing_the_lease_cancels_the_handler_and_nothing_of_it_stays(store_url:
     run(store_url, declare, scenario)
 
 
+def test_a_worker_that_claims_its_own_message_again_ends_the_older_run(store_url: str) -> None:
+    """Restored from backup, or redriven by hand: the older run can no longer commit, so it should not go on either."""
+    started, cancelled = asyncio.Semaphore(0), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def waits() -> None:
+            started.release()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        receipt = await app.tasks["waits"].send()
+        working = asyncio.create_task(app.work(stop_after=0.01))
+        await started.acquire()
+        assert await app.store.restored() == 1
+        await asyncio.wait_for(cancelled.wait(), 10)
+        app.stop_working()
+        await working
+        record = (await app.find(Query(ids=(receipt.id,))))[0]
+        assert (record.state, record.crashes, record.attempt) == (State.SCHEDULED, 0, 0)
+
+    run(store_url, declare, scenario)
+
+
 async def _turns() -> None:
     """Let the event loop and the store's threads have a moment."""
     done = asyncio.Event()

@@ -558,6 +558,31 @@ def test_middleware_wraps_every_step_that_is_really_called(sqlite_bench: Bench) 
     bench.run(scenario)
 
 
+def test_a_step_that_leaves_tasks_running_has_failed(sqlite_bench: Bench) -> None:
+    """C25."""
+    bench = sqlite_bench
+    strays: list[asyncio.Task[object]] = []
+
+    async def work() -> None:
+        strays.append(asyncio.create_task(asyncio.Event().wait()))
+
+    @bench.app.workflow
+    async def flow(run: Run) -> str:
+        try:
+            await run.options(retry=RetryPolicy(max_attempts=1)).step(work)
+        except StepError as error:
+            return error.error_type
+        return "never"
+
+    async def scenario() -> None:
+        receipt = await flow.send()
+        await bench.work()
+        assert await receipt.result() == "onefold.errors.HandlerError"
+        assert strays[0].cancelled()
+
+    bench.run(scenario)
+
+
 @pytest.mark.parametrize("verb", ["record", "steps", "begin", "transaction.record"])
 def test_an_absent_store_costs_no_attempt_even_if_the_workflow_swallows_it(sqlite_bench: Bench, verb: str) -> None:
     """Fault 34: infrastructure errors do not burn attempts, and nothing is done on the strength of them."""

@@ -51,14 +51,14 @@ async def _look(app: App, held: bool) -> list[tuple[WorkerRecord, list[Record]]]
 def _workers_table(records: list[WorkerRecord], now: int) -> Table:
     table = Table("worker", "pid", "parent", "lane", "queues", "up", "running", "settled", "seen", box=None)
     for one in records:
-        stalled = f" [red]stalled {_lasting(one.stalled_seconds)}[/]" if one.stalled_seconds else ""
+        stalled = f" [red]stalled {lasting(one.stalled_seconds)}[/]" if one.stalled_seconds else ""
         table.add_row(
             one.name,
             str(one.pid),
             "-" if one.parent is None else str(one.parent),
             one.lane,
             ", ".join(one.queues),
-            _lasting((now - one.started_at) / MICROSECONDS),
+            lasting((now - one.started_at) / MICROSECONDS),
             f"{one.running} of {one.concurrency}{stalled}",
             f"{one.settled:,}",
             to_datetime(one.checked_at).strftime("%H:%M:%S"),
@@ -72,7 +72,7 @@ def _held_table(record: WorkerRecord, messages: list[Record], now: int) -> Table
     )
     for one in messages:
         envelope = one.envelope
-        age = _lasting(max(now - envelope.created_at, 0) / MICROSECONDS)
+        age = lasting(max(now - envelope.created_at, 0) / MICROSECONDS)
         row = (envelope.id, envelope.message_type, envelope.queue, age, str(one.attempt + 1), str(one.crashes))
         table.add_row(*row)
     return table
@@ -98,7 +98,7 @@ def _as_dict(record: WorkerRecord, messages: list[Record] | None) -> dict[str, A
     return found
 
 
-def _lasting(seconds: float) -> str:
+def lasting(seconds: float) -> str:
     """Write a duration as people say it: 12s, 3m 04s, 5h 09m, 2d 03h."""
     whole = round(seconds)
     for large, small, size in (("d", "h", 86_400), ("h", "m", 3_600), ("m", "s", 60)):

@@ -124,12 +124,12 @@ def worker(
     SIGTERM or Ctrl-C stops gracefully: nothing more is claimed, what runs may finish, the rest is handed back.
     A second signal ends it immediately.
     """
-    set_up_logging(verbose=verbose)
     if health is not None:
         parse_address(health)
     if reload:
         raise typer.Exit(Reloader().run())
     loaded = load_app(app)
+    set_up_logging(verbose=verbose)
     settings = SupervisorSettings(
         where=app,
         queues=queue or (),
@@ -150,7 +150,7 @@ async def _supervise(app: App, settings: SupervisorSettings, address: str | None
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(app)
         clock, settings = SystemClock(), replace(settings, queues=settings.queues or app._registry.queues())
-        supervisor = Supervisor(app.store, clock, system_random(), app.tasks, settings)
+        supervisor = Supervisor(app.store, clock, system_random(), app.tasks, settings, app.announce)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _stop, supervisor, loop)

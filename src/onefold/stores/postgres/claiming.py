@@ -24,8 +24,10 @@ _EVERYWHERE_SECONDS = 1.0
 _EVERY_LEASE_SECONDS = 30.0
 #: Looking further back may cost this part of the time, so it becomes rarer the longer it takes.
 _COST_MAX = 0.05
-#: Look for run-out leases this often; nobody is in a hurry who waited for a whole lease.
-_EXPIRED_SECONDS = 1.0
+#: Look for run-out leases this often within the length of one; nobody is in a hurry who waited for a whole lease.
+_EXPIRED_PER_LEASE = 10
+#: But no more often than this, and no less often than the second figure.
+_EXPIRED_SECONDS_MIN, _EXPIRED_SECONDS_MAX = 0.5, 5.0
 #: Run-out leases released at once, so that nobody waits long for the statement.
 _EXPIRED_MAX = 1_000
 
@@ -36,7 +38,7 @@ class Round:
     """Says when it is time for something that comes round."""
 
     def __init__(self, seconds: float) -> None:
-        self._period = round(seconds * MICROSECONDS)
+        self.seconds = seconds
         self._next = 0
 
     def is_due(self) -> bool:
@@ -45,7 +47,7 @@ class Round:
     def done(self, began_at: int) -> None:
         """It was done, and is due again after its period, or later if it took long."""
         now = _machine.steady()
-        self._next = now + max(self._period, round((now - began_at) / _COST_MAX))
+        self._next = now + max(round(self.seconds * MICROSECONDS), round((now - began_at) / _COST_MAX))
 
     def make_due(self) -> None:
         self._next = 0
@@ -59,7 +61,7 @@ class Claimer:
         self._further = Round(_FURTHER_SECONDS)
         self._everywhere = Round(_EVERYWHERE_SECONDS)
         self._every_lease = Round(_EVERY_LEASE_SECONDS)
-        self._expired = Round(_EXPIRED_SECONDS)
+        self._expired = Round(_EXPIRED_SECONDS_MIN)
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
         self._leases_seen = 0
@@ -81,6 +83,7 @@ class Claimer:
         worker: str,
         lane: Lane,
     ) -> list[Lease]:
+        self._expired.seconds = min(max(lease / _EXPIRED_PER_LEASE, _EXPIRED_SECONDS_MIN), _EXPIRED_SECONDS_MAX)
         await self._release_expired(session)
         began_at = _machine.steady()
         everywhere, further = self._everywhere.is_due() or self._exact, self._further.is_due()

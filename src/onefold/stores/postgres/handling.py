@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,9 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
-from onefold.stores.postgres.exchange import Answer
 from onefold.stores.postgres.faults import is_gone
 from onefold.stores.postgres.statements import OURS, Query, translated_statement
-from onefold.stores.postgres.wire import Named, Parameters, Row, Wire, load_rows
+from onefold.stores.postgres.wire import Named, Parameters, Row, Wire, load_rows, overlook
 
 #: Makes another connection in place of one that was lost before anything was done on it.
 Renew = Callable[[], Awaitable[AsyncConnection[Any]]]
@@ -89,7 +87,7 @@ class HandlerWire(Wire):
         """Return the driver's connection, inside the transaction if there is one."""
         if self._in_transaction and not self._shared:
             if self._opening:
-                self._exchange.send([Query(self._begin.encode())]).add_done_callback(_overlook)
+                self._exchange.send([Query(self._begin.encode())]).add_done_callback(overlook)
             self._exchange.when_quiet(self.connection.lock.release)
         self._shared = True
         return self.connection
@@ -157,9 +155,3 @@ class _Use:
 
     name: bytes
     times: int = 0
-
-
-def _overlook(begun: asyncio.Future[Answer]) -> None:
-    """Should it have failed, the next statement fails too, and says so to somebody."""
-    if not begun.cancelled():
-        begun.exception()

@@ -38,13 +38,13 @@ _chance = system_random()
 class Backoff:
     """Waits longer and longer between tries, and says when enough is enough."""
 
-    def __init__(self, seconds: float) -> None:
-        self._give_up_at = _machine.steady() + round(seconds * MICROSECONDS)
+    def __init__(self, seconds: float, since: int | None = None) -> None:
+        self._give_up_at = (since or _machine.steady()) + round(seconds * MICROSECONDS)
         self._pause = _BACKOFF_SECONDS
 
     async def pause(self) -> bool:
-        """Wait before the next try; False at once when there is to be none."""
-        if _machine.steady() >= self._give_up_at:
+        """Wait before the next try; False at once when there is to be none.  There is always a second one."""
+        if self._pause > _BACKOFF_SECONDS and _machine.steady() >= self._give_up_at:
             return False
         # Everybody lost the same server at the same moment; they must not come back at the same moment too.
         await _machine.sleep(self._pause * _chance.uniform(0.5, 1.0))
@@ -56,8 +56,14 @@ class LostError(Exception):
     """The connection was lost; the cause says how."""
 
 
-async def persistently(attempt: Callable[[bool], Awaitable[Answer]], *, patience: float) -> Answer:
-    """Make attempts until one reaches the server; afterwards the answer is certain, or an error of ours was raised."""
+async def persistently(
+    attempt: Callable[[bool], Awaitable[Answer]], *, patience: float, since: int | None = None
+) -> Answer:
+    """Make attempts until one reaches the server; afterwards the answer is certain, or an error of ours was raised.
+
+    Patience is counted from ``since``, so that whoever waited for a turn does not wait as long again.
+    """
+    since = since or _machine.steady()
     backoff: Backoff | None = None
     repeated, reruns = False, 0
     while True:
@@ -65,12 +71,12 @@ async def persistently(attempt: Callable[[bool], Awaitable[Answer]], *, patience
             return await attempt(repeated)
         except LostError as error:
             repeated = True
-            backoff = backoff or Backoff(patience)
+            backoff = backoff or Backoff(patience, since)
             if not await backoff.pause():
                 raise StoreUnavailableError(f"PostgreSQL cannot be reached: {error.__cause__}") from error.__cause__
         except psycopg.Error as error:
             reruns += 1
-            backoff = backoff or Backoff(patience)
+            backoff = backoff or Backoff(patience, since)
             if not may_rerun(error) or reruns > _RERUNS_MAX or not await backoff.pause():
                 raise translated(error) from error
 
@@ -110,8 +116,9 @@ class Link:
     async def run(self, work: Work[Wire, Answer]) -> Answer:
         """Do the work and return its answer; it is given again when the connection was lost."""
         self._home.refuse_strangers()
+        since = _machine.steady()
         async with self._turn:
-            return await persistently(partial(self._attempt, work), patience=self._patience)
+            return await persistently(partial(self._attempt, work), patience=self._patience, since=since)
 
     async def _attempt(self, work: Work[Wire, Answer], repeated: bool) -> Answer:
         if self._closed:

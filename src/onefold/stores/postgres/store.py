@@ -69,7 +69,7 @@ class PostgresStore:
     ``clock`` replaces the server's clock, for tests.
     ``pooler="transaction"`` is for a pooler that gives each transaction another session: nothing is prepared and
     nothing set; notifications then need a ``listen_url`` that goes around it.
-    ``patience`` is how many seconds an operation tries to reach the server again.
+    ``patience`` is how many seconds an operation tries to reach the server; it tries at least twice.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PostgresStore:
         }
         self._links = {name: Link(self._connector, role, patience=self._patience) for name, role in roles.items()}
         self._pool = Pool(self._connector, size=self._pool_size, patience=self._patience)
-        self._bell = Bell(self._links["spare"], self._listening, self._claimer.look_everywhere)
+        self._bell = Bell(self._links["spare"], self._links["put"], self._listening, self._claimer.look_everywhere)
         self._puts: Coalescer[Envelope, Stored | None] = Coalescer(self._flush_puts, most=_TOGETHER_MAX)
         self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
         self._settles: Coalescer[Settlement, bool] = Coalescer(self._flush_settles, most=_TOGETHER_MAX)
@@ -168,7 +168,10 @@ class PostgresStore:
         stored: Stored | None = None
         if len(envelopes) == 1 and options == KEEP:
             stored = await self._put_shared(envelopes)
-        answers = [stored] if stored else await self._put_alone(envelopes, options)
+        if stored is not None:
+            self._bell.ring_here(queues_to_ring(envelopes))
+            return [stored]
+        answers = await self._put_alone(envelopes, options)
         self._bell.ring(queues_to_ring(envelopes))
         return answers
 
@@ -194,10 +197,17 @@ class PostgresStore:
     async def _flush_puts(self, envelopes: list[Envelope]) -> list[Stored | None]:
         """Store messages whose keys are free, in one statement; None for the others."""
 
+        queues = queues_to_ring(envelopes)
+        notification = self._bell.take_along(queues)
+
         async def work(wire: Wire, _: bool) -> set[str]:
+            if notification is not None:
+                wire.send_behind(notification)
             return await self._session(wire).put_fresh(envelopes)
 
         taken = await self._use("put").run(work)
+        if notification is None:
+            self._bell.ring_elsewhere(queues)
         return [None if e.id in taken else Stored(e.id, State.SCHEDULED) for e in envelopes]
 
     async def _flush_contests(self, envelopes: list[Envelope]) -> list[Stored]:
@@ -207,7 +217,9 @@ class PostgresStore:
             async with wire.transaction():
                 return await self._session(wire).put_contested(envelopes)
 
-        return await self._use("put").run(work)
+        answers = await self._use("put").run(work)
+        self._bell.ring_elsewhere(queues_to_ring(envelopes))
+        return answers
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._use("settle")

@@ -1,7 +1,8 @@
 """Waking workers: at once in this process, through LISTEN and NOTIFY in others.
 
-A NOTIFY inside the sender's transaction would make all commits of the server take turns, so it follows afterwards,
-on another connection and at most once in a few milliseconds.
+A NOTIFY inside the sender's transaction would make all commits of the server take turns, so it is one of its own: sent
+right behind a put, on the same connection and without waiting, or else on another one; and not more often than once in
+a few milliseconds.
 All of it is a hint: a lost one costs at most one polling interval.
 """
 
@@ -9,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import psycopg
 
-from onefold.clock import SystemClock
+from onefold.clock import MICROSECONDS, SystemClock
 from onefold.errors import OnefoldError
 from onefold.inside import outside
 from onefold.stores.postgres.arrays import texts
 from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.link import Backoff, Link
-from onefold.stores.postgres.wire import Wire
+from onefold.stores.postgres.wire import Named, Row, Wire
 
-#: A burst of puts wakes others once in this time, the first of them at once.
-_NOTIFY_SECONDS = 0.01
+#: Others are woken no more often than this, the first time at once.
+_NOTIFY_SECONDS = 0.005
+#: What could not go at once waits this much longer for a put that takes it along.
+_TAKE_ALONG_SECONDS = 0.005
 #: Before the name of a queue in which something came back; no name begins with it.
 _BACK = "<"
 #: When the store closes, the last notification may take this long.
@@ -36,14 +39,18 @@ _machine = SystemClock()
 class Bell:
     """The doorbells of all queues."""
 
-    def __init__(self, notifying: Link, listening: Connector | None, look_back: Callable[[], None]) -> None:
+    def __init__(
+        self, notifying: Link, putting: Link, listening: Connector | None, look_back: Callable[[], None]
+    ) -> None:
         self._notifying = notifying
+        self._putting = putting
         self._listening = listening
         #: Called when something came back that was due long ago, which a claim does not see at first glance.
         self._look_back = look_back
         self._rung: set[str] = set()
         self._waiting: dict[asyncio.Future[None], frozenset[str]] = {}
         self._to_notify: set[str] = set()
+        self._not_before = 0
         self._notifier: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
 
@@ -71,12 +78,27 @@ class Bell:
             return
         if back:
             self._look_back()
-        self._ring_here(names)
-        self._to_notify |= {_BACK + name for name in names} if back else names
-        if self._notifier is None:
+        self.ring_here(names)
+        self.ring_elsewhere({_BACK + name for name in names} if back else names)
+
+    def ring_elsewhere(self, names: Iterable[str]) -> None:
+        """Wake those who wait in other processes."""
+        self._to_notify |= set(names)
+        if self._to_notify and self._notifier is None:
             self._notifier = asyncio.get_running_loop().create_task(self._notify(), context=outside())
 
-    def _ring_here(self, names: set[str]) -> None:
+    def take_along(self, names: Iterable[str]) -> Named | None:
+        """Return a statement that wakes others, to be sent behind a put; None when that was done just now."""
+        now = _machine.steady()
+        together = self._to_notify.union(names)
+        if not together or now < self._not_before:
+            return None
+        self._to_notify.clear()
+        self._not_before = now + round(_NOTIFY_SECONDS * MICROSECONDS)
+        return "notify", {"queues": texts(sorted(together))}
+
+    def ring_here(self, names: set[str]) -> None:
+        """Wake those who wait in this process."""
         self._rung |= names
         for future, wanted in self._waiting.items():
             if not future.done() and wanted & names:
@@ -85,10 +107,11 @@ class Bell:
     async def _notify(self) -> None:
         try:
             while self._to_notify:
-                names, self._to_notify = sorted(self._to_notify), set()
-                with contextlib.suppress(OnefoldError):
-                    await self._notifying.run(lambda wire, _, names=names: _send(wire, names))  # type: ignore[misc]
-                await _machine.sleep(_NOTIFY_SECONDS)
+                if notification := self.take_along(()):
+                    with contextlib.suppress(OnefoldError):
+                        await self._notifying.run(_sending(notification))
+                if self._to_notify:
+                    await _machine.sleep(_NOTIFY_SECONDS + _TAKE_ALONG_SECONDS)
         finally:
             self._notifier = None
 
@@ -102,10 +125,10 @@ class Bell:
                     await wire.rows("listen")
                     backoff = Backoff(_FOR_EVER)
                     # What was rung before anybody listened is not known: let everybody look.
-                    self._ring_here({name for wanted in self._waiting.values() for name in wanted})
+                    self.ring_here({name for wanted in self._waiting.values() for name in wanted})
                     async for heard in wire.connection.notifies():
                         # Our own rings were heard here before they were sent.
-                        if heard.pid != self._notifying.backend_pid:
+                        if heard.pid not in (self._notifying.backend_pid, self._putting.backend_pid):
                             self._hear(heard.payload)
             except psycopg.Error:
                 await backoff.pause()
@@ -113,7 +136,7 @@ class Bell:
     def _hear(self, payload: str) -> None:
         if payload.startswith(_BACK):
             self._look_back()
-        self._ring_here({payload.removeprefix(_BACK)})
+        self.ring_here({payload.removeprefix(_BACK)})
 
     async def close(self) -> None:
         """Stop listening, and send what is still to be sent."""
@@ -127,5 +150,5 @@ class Bell:
             notifier.cancel()
 
 
-async def _send(wire: Wire, names: list[str]) -> None:
-    await wire.rows("notify", {"queues": texts(names)})
+def _sending(notification: Named) -> Callable[[Wire, bool], Awaitable[list[Row]]]:
+    return lambda wire, _: wire.rows(*notification)

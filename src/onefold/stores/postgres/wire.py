@@ -16,7 +16,7 @@ from psycopg.rows import tuple_row
 
 from onefold.errors import StoreError
 from onefold.stores.postgres.arrays import teach
-from onefold.stores.postgres.exchange import Exchange
+from onefold.stores.postgres.exchange import Answer, Exchange
 from onefold.stores.postgres.statements import BEGIN, COMMIT, OURS, ROLLBACK, SQL, Query
 
 #: Called before and after every statement, with its text; only tests use it.
@@ -66,6 +66,7 @@ class Wire:
         self._prepared = prepared
         self._exclusive = exclusive
         self._answer_seconds = answer_seconds
+        self._behind: Query | None = None
         self._use(connection)
 
     def _use(self, connection: AsyncConnection[Any]) -> None:
@@ -93,9 +94,17 @@ class Wire:
 
     _last_query = _query
 
+    def send_behind(self, statement: Named) -> None:
+        """Let a statement follow right behind the next one, as a transaction of its own that nobody waits for."""
+        self._behind = self._query(*statement)
+
     async def _ask(self, queries: Sequence[Query], texts: Sequence[str]) -> list[PGresult]:
         self._say("before", texts)
-        results = await self._exchange.send(queries)
+        answer = self._exchange.send(queries)
+        if self._behind is not None:
+            behind, self._behind = self._behind, None
+            self._exchange.send([behind]).add_done_callback(overlook)
+        results = await answer
         self._say("after", texts)
         return results
 
@@ -175,6 +184,12 @@ class JoinedWire:
         cursor = self.connection.cursor(row_factory=tuple_row)
         await cursor.execute(statement, parameters or None)
         return await cursor.fetchall() if cursor.description else []
+
+
+def overlook(answer: asyncio.Future[Answer]) -> None:
+    """Take notice of an answer that nobody waits for, so that its failure is not reported as forgotten."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def load_rows(transformer: abc.Transformer, result: PGresult) -> list[Row]:

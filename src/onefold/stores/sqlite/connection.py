@@ -74,13 +74,26 @@ def _set_up(connection: apsw.Connection, path: str, synchronous: str, patience: 
     connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
     # A database that is not ours is refused before anything about it is changed.
     missing_migrations(connection)
-    connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    _turn_on_log(connection, patience)
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute("PRAGMA foreign_keys = ON")
     # With the cache at 64 MB a claim of a thousand messages stays in memory.
     connection.execute("PRAGMA cache_size = -65536")
     if path != ":memory:" and connection.pragma("journal_mode") != "wal":
         raise ConfigurationError(f"{path}: SQLite could not turn on write-ahead logging here; use another file system")
+
+
+def _turn_on_log(connection: apsw.Connection, patience: Patience) -> None:
+    """When several processes open a new file at the same moment, SQLite fails for some of them without waiting."""
+    looks = 0
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            return
+        except apsw.BusyError:
+            looks += 1
+            if not patience(looks):
+                raise
 
 
 def _install(connection: apsw.Connection, trace: Trace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from onefold import limits
 from onefold.store import Attempt, Counts, Query, Record, State
 from onefold.stores.rows import allows, attempt_of, record_of
@@ -37,7 +39,7 @@ def attempts(session: Session, message_id: str) -> list[Attempt]:
 
 def count(session: Session) -> dict[str, Counts]:
     """Return, per queue, how many messages wait, run and are dead."""
-    counts: dict[str, dict[str, int | None]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for queue, state, number in session.rows("count_alive"):
         counts.setdefault(queue, {})[State(state).name.lower()] = number
     for queue, number, oldest_at in session.rows("count_dead"):

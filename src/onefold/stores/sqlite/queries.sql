@@ -57,9 +57,10 @@ SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = 1 AND lease_until <= ?
 
 -- name: claim_possible
+-- The index is named here and below because the owner of the file may have made statistics that suggest another way.
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
     OR EXISTS (
-        SELECT 1 FROM onefold_delivery
+        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_due
         WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
             AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
 
@@ -75,7 +76,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     m.created_at, m.retention, m.payload, m.headers,
     d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.wake, d.seq
 FROM (
-    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake FROM onefold_delivery
+    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
+    FROM onefold_delivery INDEXED BY onefold_delivery_due
     WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
         AND crashes <= ?5
     ORDER BY due_at LIMIT ?4

@@ -82,11 +82,33 @@ class Round:
         self._kept = kept
         self.steps: deque[Step] = deque()
         self.commits = False
+        #: What is in it: so many rows of ours, and whether there are calls of a turn.
+        self.rows = 0
+        self.calls = False
         self.told: list[Told] = []
+        self._last = False
 
-    def run(self, *, patient: bool) -> bool:
-        """Take the steps; False if another process holds the write lock and there is no patience to wait for it."""
+    def add_write(self, write: Write) -> None:
+        """Add an operation, to be run together with the last one if they are of one kind."""
+        self.rows += write.rows
+        last = self.steps[-1] if self.steps else None
+        if isinstance(last, list) and write.items is not None and last[0].operation is write.operation:
+            last.append(write)
+        else:
+            self.steps.append([write])
+
+    def add_call(self, part: Part, call: Call) -> None:
+        """Add a call of a turn."""
+        self.calls = True
+        self.steps.append((part, call))
+
+    def run(self, *, patient: bool, last: bool = False) -> bool:
+        """Take the steps; False if another process holds the write lock and there is no patience to wait for it.
+
+        The ``last`` time it is an error that the lock is held.
+        """
         self._link.patience.allowed = patient
+        self._last = patient or last
         while self.steps:
             step = self.steps.popleft()
             if not (self._run_writes(step) if isinstance(step, list) else self._run_call(*step)):
@@ -164,7 +186,7 @@ class Round:
             self._kept.clear()
 
     def _must_wait(self, error: BaseException) -> bool:
-        return isinstance(error, apsw.BusyError) and not self._link.patience.allowed
+        return isinstance(error, apsw.BusyError) and not self._last
 
     def _refuse(self, writes: list[Write], error: BaseException) -> None:
         self.told += [(one.future, None, error) for one in writes]

@@ -14,7 +14,6 @@ import socket
 import tempfile
 from pathlib import Path
 
-
 #: Other processes are woken at most this often: whoever commits faster than that need not tell them each time.
 _RING_SECONDS = 0.001
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import apsw
 
 from onefold.clock import MICROSECONDS, Clock
+from onefold.errors import StoreError
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
@@ -29,10 +30,13 @@ Answer = TypeVar("Answer")
 
 #: Look this often for the lock of another process where waiting must not block anybody.
 _BUSY_SLEEP_SECONDS = 0.005
-#: Parts that share one commit; more would make the first of them wait.
+#: Operations that share one commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
-#: Turns share a commit while they are this short, so that nobody waits long for somebody else's handler.
-_SHARED_TURN_MICROS = 5_000
+#: Turns that share one commit, and for how long one more may begin: nobody waits much longer than that for others.
+_TURNS_TOGETHER_MAX = 64
+_TURNS_TOGETHER_MICROS = 10_000
+#: Turns share a commit only while they are this short: one that waits for something would make the others wait too.
+_SHORT_TURN_MICROS = 5_000
 #: So many rows are written on the event loop within about a millisecond.
 _HERE_ROWS_MAX = 64
 #: Commits are made on the event loop while they take no longer than this.
@@ -59,13 +63,16 @@ class Writer:
         self._kept: list[Told] = []
         #: The turn whose owner may run statements.
         self._turn: Turn | None = None
-        #: Parts of the transaction that is not committed yet.
+        #: Parts of the transaction that is not committed yet, and when the first of them came.
         self._parts = 0
+        self._parts_since = 0
+        #: Microseconds that a turn takes, of late: rises at once, falls slowly.
         self._turn_micros = 0
         self._busy = False
         self._scheduled = False
         #: Whether the last write found nobody to share its commit with.
         self._alone = False
+        self.closed = False
         self._quiet: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -92,9 +99,12 @@ class Writer:
 
     async def close(self) -> None:
         """Finish what was asked, roll back what is open, then close the connection."""
-        if self._busy or self._waiting:
-            self._quiet = self._loop.create_future()
-            await self._quiet
+        self.closed = True
+        if self._turn is not None:
+            self._turn.calls.append(Call(_nothing, (), Ending.ROLLBACK, self._loop.create_future()))
+        self._quiet = self._loop.create_future()
+        self._proceed_soon()
+        await self._quiet
         await self._runner.run(self._link.close)
 
     # what turns use
@@ -103,6 +113,7 @@ class Writer:
         self, turn: Turn, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None
     ) -> asyncio.Future[Any]:
         """Run a call when it is this turn's turn."""
+        self._refuse_closed()
         if not turn.queued:
             turn.queued = True
             self._waiting.append(turn)
@@ -120,7 +131,12 @@ class Writer:
 
     # on the event loop
 
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise StoreError("the store is closed; use it inside `async with app`")
+
     def _queue(self, write: Write) -> asyncio.Future[Any]:
+        self._refuse_closed()
         self._waiting.append(write)
         if self._alone:
             # Every other time somebody who writes alone need not wait whether others come.
@@ -140,23 +156,25 @@ class Writer:
         if self._busy:
             self._scheduled = False
             return
-        round_, rows = self._collect()
+        round_ = self._collect()
+        self._alone = self._threaded and self._scheduled and round_.rows == 1 and not round_.calls
         self._scheduled = False
         if not round_.steps:
             if self._quiet is not None and not self._quiet.done():
                 self._quiet.set_result(None)
             return
         self._busy = True
-        if (not self._threaded or self._fits_here(round_, rows)) and round_.run(patient=False):
+        if (not self._threaded or self._fits_here(round_)) and round_.run(patient=False):
             self._finish(round_)
         elif self._threaded:
             self._runner.submit(partial(self._run_there, round_))
         else:
             self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
 
-    def _fits_here(self, round_: Round, rows: int) -> bool:
+    def _fits_here(self, round_: Round) -> bool:
+        """Whether this is done within a moment for sure: the caller's own statements are never."""
         fast = self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
-        return fast and round_.commits and 0 <= rows <= _HERE_ROWS_MAX
+        return fast and not round_.calls and round_.rows <= _HERE_ROWS_MAX
 
     def _run_there(self, round_: Round) -> None:
         """In the thread."""
@@ -165,8 +183,7 @@ class Writer:
 
     def _run_later(self, round_: Round, give_up_at: int) -> None:
         """Without threads: look again for the lock after a while."""
-        last = self._clock.steady() >= give_up_at
-        if round_.run(patient=last):
+        if round_.run(patient=False, last=self._clock.steady() >= give_up_at):
             self._finish(round_)
         else:
             self._loop.call_later(_BUSY_SLEEP_SECONDS, self._run_later, round_, give_up_at)
@@ -195,54 +212,47 @@ class Writer:
 
     # what is done next
 
-    def _collect(self) -> tuple[Round, int]:
-        """Take what can be done now: calls of the open turn, and whoever may follow in the same transaction.
-
-        The second figure is the number of rows; negative when a turn has a part in it.
-        """
-        round_, rows = Round(self._link, self._kept), 0
-        last: list[Write] = []
-        while True:
-            if self._turn is not None:
-                if not self._turn.calls:
-                    break
-                rows = -_TOGETHER_MAX * _TOGETHER_MAX
-                call = self._turn.calls.popleft()
-                round_.steps.append((self._turn.part, call))
-                if call.ending is not None:
-                    self._end_turn(self._turn)
-            elif not self._waiting or not self._may_join(self._waiting[0]):
-                break
+    def _collect(self) -> Round:
+        """Take what can be done now: calls of the open turn, and whoever may follow in the same transaction."""
+        round_ = Round(self._link, self._kept)
+        while self._turn is not None or (self._waiting and self._may_join(self._waiting[0])):
+            if self._turn is None:
+                self._admit(round_, self._waiting.popleft())
+            elif self._turn.calls:
+                self._take_call(round_, self._turn)
             else:
-                self._parts += 1
-                joining = self._waiting.popleft()
-                if isinstance(joining, Turn):
-                    self._turn, joining.since, last = joining, self._clock.steady(), []
-                    continue
-                rows += joining.rows
-                if last and joining.items is not None and last[0].operation is joining.operation:
-                    last.append(joining)
-                else:
-                    last = [joining]
-                    round_.steps.append(last)
+                break
         round_.commits = self._turn is None
         if round_.commits:
             self._parts = 0
-        self._alone = self._threaded and self._scheduled and rows == 1
-        return round_, rows
+        return round_
 
     def _may_join(self, joining: Write | Turn) -> bool:
         """Whether this may go into the transaction that is being made up."""
         if self._parts == 0:
+            self._parts_since = self._clock.steady()
             return True
-        if self._parts >= _TOGETHER_MAX:
+        if isinstance(joining, Write):
+            return self._parts < _TOGETHER_MAX
+        if self._parts >= _TURNS_TOGETHER_MAX or self._turn_micros > _SHORT_TURN_MICROS:
             return False
-        return isinstance(joining, Write) or self._turn_micros <= _SHARED_TURN_MICROS
+        return self._clock.steady() - self._parts_since <= _TURNS_TOGETHER_MICROS
 
-    def _end_turn(self, turn: Turn) -> None:
-        took = self._clock.steady() - turn.since
-        self._turn_micros = took if took > self._turn_micros else (9 * self._turn_micros + took) // 10
-        self._turn = None
+    def _admit(self, round_: Round, joining: Write | Turn) -> None:
+        self._parts += 1
+        if isinstance(joining, Turn):
+            self._turn = joining
+            joining.since = self._clock.steady()
+        else:
+            round_.add_write(joining)
+
+    def _take_call(self, round_: Round, turn: Turn) -> None:
+        call = turn.calls.popleft()
+        round_.add_call(turn.part, call)
+        if call.ending is not None:
+            took = self._clock.steady() - turn.since
+            self._turn_micros = took if took > self._turn_micros else (9 * self._turn_micros + took) // 10
+            self._turn = None
 
 
 class Turn:
@@ -273,6 +283,8 @@ class Turn:
         if self._over or not self.queued:
             return
         self._over = True
+        if ending is Ending.ROLLBACK and self._writer.closed:
+            return
         if ending is Ending.ROLLBACK and self._writer.forget(self):
             return
         await self._writer.ask(self, _nothing, (), ending)

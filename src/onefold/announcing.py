@@ -1,0 +1,59 @@
+"""Stage 8, decide: telling of dead letters, by messages that leave in the commit that makes the letter."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from onefold.registry import Registry
+from onefold.store import Dead, Lease, Outcome
+from onefold.transaction import Prepare
+
+logger = logging.getLogger("onefold")
+
+Decided = TypeVar("Decided", bound=Outcome)
+
+
+class DeadNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a hook for dead letters is told; the letter itself is found by the id."""
+
+    message_id: str
+    message_type: str
+    queue: str
+    #: As in the letter: ``attempts exhausted``, ``rejected``, ``quarantined`` …
+    reason: str
+    error_type: str
+    error_message: str
+    attempt: int
+    #: Which end this was: a letter that is redriven and dies again is told of again.
+    fence: int
+
+
+def announced(lease: Lease, outcome: Decided, registry: Registry, prepare: Prepare) -> Decided:
+    """Return the outcome of a message, and for a dead letter with the messages that tell of it.
+
+    Whatever is wrong with a hook, the letter is written; and of a hook's own letters nobody is told.
+    """
+    if not isinstance(outcome, Dead) or not registry.hooks or lease.envelope.message_type in registry.hooks:
+        return outcome
+    envelope, failure = lease.envelope, outcome.failure
+    notice = DeadNotice(
+        message_id=envelope.id,
+        message_type=envelope.message_type,
+        queue=envelope.queue,
+        reason=failure.reason,
+        error_type=failure.error_type,
+        error_message=failure.error_message,
+        attempt=lease.attempt,
+        fence=lease.fence,
+    )
+    key = f"{envelope.id}:{lease.fence}"
+    try:
+        sends = [prepare(hook.options(key=key).call(notice), envelope, 0)[0] for hook in registry.hooks.values()]
+    except Exception as error:
+        logger.warning("dead_letter_not_told message_id=%s error=%s", envelope.id, type(error).__name__)
+        return outcome
+    return replace(outcome, sends=tuple(sends))

@@ -1,0 +1,471 @@
+"""The writer of the SQLite store: who shares a commit with whom, where it runs, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from onefold import KeyReuseError, StoreError, StoreUnavailableError
+from onefold.clock import Clock
+from onefold.store import Done, Lease, State
+from onefold.stores.sqlite import SQLiteStore
+from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX
+from onefold.testing.contracts import Bench
+from onefold.testing.contracts.bench import DEAD, DONE
+from onefold.testing.contracts.transactions import one_turn
+from onefold.testing.vfs import FaultyFiles, FileFault
+
+TABLES = (
+    "CREATE TABLE parent (id INTEGER PRIMARY KEY)",
+    "CREATE TABLE effect (number INTEGER NOT NULL UNIQUE, "
+    "parent INTEGER REFERENCES parent (id) DEFERRABLE INITIALLY DEFERRED)",
+)
+
+
+class Tracer:
+    """What was said to SQLite, and in which thread."""
+
+    def __init__(self) -> None:
+        self.statements: list[str] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, when: str, statement: str) -> None:
+        if when == "before":
+            self.statements.append(" ".join(statement.split()))
+            self.threads.add(threading.get_ident())
+
+    def clear(self) -> None:
+        self.statements.clear()
+        self.threads.clear()
+
+    @property
+    def commits(self) -> int:
+        return self.statements.count("COMMIT")
+
+    @property
+    def here(self) -> bool:
+        """Whether all of it was said on the event loop."""
+        return self.threads == {threading.get_ident()}
+
+
+def alter(path: Path, statement: str) -> list[tuple[Any, ...]]:
+    """Run a statement on a connection of its own."""
+    connection = apsw.Connection(str(path))
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+class Stage(Bench):
+    """A bench on a SQLite file with the caller's own tables, whose statements are traced."""
+
+    def __init__(self, path: Path, stack: Any) -> None:
+        self.path = path
+        self.tracer = Tracer()
+        super().__init__(self._make, stack)
+
+    def _make(self, clock: Clock) -> SQLiteStore:
+        return SQLiteStore(str(self.path), clock=clock, trace=self.tracer, synchronous="OFF")
+
+    @property
+    def sqlite(self) -> SQLiteStore:
+        assert isinstance(self.store, SQLiteStore)
+        return self.store
+
+    def seen(self) -> list[int]:
+        """What another connection sees of the effects."""
+        return [row[0] for row in alter(self.path, "SELECT number FROM effect ORDER BY number")]
+
+
+@asynccontextmanager
+async def stage(path: Path) -> AsyncIterator[Stage]:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        made = Stage(path, stack)
+        made.store = await made.another()
+        async with made.store.transaction() as transaction:
+            for statement in TABLES:
+                await transaction.execute(statement)
+        made.tracer.clear()
+        yield made
+
+
+Scenario = Callable[[Stage], Awaitable[None]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Scenario], None]:
+    def play(scenario: Scenario) -> None:
+        async def main() -> None:
+            async with stage(tmp_path / "onefold.db") as made:
+                await scenario(made)
+
+        asyncio.run(main())
+
+    return play
+
+
+Play = Callable[[Scenario], None]
+
+
+async def turns(number: int = 20) -> None:
+    """Let everything that can run do so."""
+    for _ in range(number):
+        await one_turn()
+
+
+class Open:
+    """A transaction of which a test drives each step."""
+
+    def __init__(self, made: Stage, number: int) -> None:
+        self._manager = made.store.transaction()
+        self._number = number
+
+    async def write(self, statement: str | None = None) -> None:
+        self._transaction = await self._manager.__aenter__()
+        await self._transaction.execute(statement or f"INSERT INTO effect (number) VALUES ({self._number})")
+
+    async def go_on(self, statement: str) -> None:
+        await self._transaction.execute(statement)
+
+    async def conclude(self, *leases: Lease) -> None:
+        await self._transaction.conclude([(lease, DONE) for lease in leases])
+
+
+# sharing a commit
+
+
+def test_transactions_at_once_share_a_commit_and_are_answered_after_it(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        async def work(number: int) -> None:
+            transaction = Open(made, number)
+            await transaction.write()
+            await transaction.conclude()
+            assert number in made.seen()
+
+        await asyncio.gather(*(work(number) for number in range(20)))
+        assert made.seen() == list(range(20))
+        assert made.tracer.commits < 10
+
+    play(scenario)
+
+
+def test_nobody_is_answered_while_somebody_else_in_the_same_commit_goes_on(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        first, second = Open(made, 1), Open(made, 2)
+        await first.write()
+        waiting = asyncio.create_task(second.write())
+        await one_turn()
+        concluding = asyncio.create_task(first.conclude())
+        await waiting
+        await turns()
+        assert not concluding.done()
+        assert made.seen() == []
+        await second.conclude()
+        assert made.seen() == [1, 2]
+        await concluding
+        assert made.tracer.commits == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("statement", "mates_stay"),
+    [
+        ("INSERT INTO effect (number) VALUES (1)", True),
+        ("INSERT INTO effect (number, parent) VALUES (3, 404)", True),
+        # SQLite's own clause for rolling everything back: nobody's fault but the one's who wrote it.
+        ("INSERT OR ROLLBACK INTO effect (number) VALUES (1)", False),
+    ],
+    ids=["unique", "deferred", "or rollback"],
+)
+def test_a_transaction_that_fails_in_a_shared_commit_fails_alone(play: Play, statement: str, mates_stay: bool) -> None:
+    async def scenario(made: Stage) -> None:
+        first, second = Open(made, 1), Open(made, 2)
+        await first.write()
+        waiting = asyncio.create_task(second.write())
+        await one_turn()
+        concluding = asyncio.create_task(first.conclude())
+        await waiting
+
+        async def fail() -> None:
+            await second.go_on(statement)
+            await second.conclude()
+
+        with pytest.raises((apsw.ConstraintError, StoreError), match=r"(?i)constraint"):
+            await fail()
+        if mates_stay:
+            await second._manager.__aexit__(ValueError, ValueError(), None)
+            await concluding
+            assert made.seen() == [1]
+        else:
+            with pytest.raises(StoreUnavailableError, match="trying again is safe"):
+                await concluding
+            assert made.seen() == []
+            # What comes after in the same block must not be written by itself.
+            for late in (second.go_on("INSERT INTO effect (number) VALUES (9)"), second.conclude()):
+                with pytest.raises((apsw.ConstraintError, StoreError)):
+                    await late
+            assert made.seen() == []
+        again = Open(made, 5)
+        await again.write()
+        await again.conclude()
+        assert 5 in made.seen()
+
+    play(scenario)
+
+
+def test_a_commit_that_fails_fails_everybody_who_shares_it_and_keeps_nothing(tmp_path: Path) -> None:
+    """Fault 14: all of it or nothing; the next try works on a new connection."""
+
+    async def main() -> None:
+        with FaultyFiles(durable=False) as files:
+            async with stage(tmp_path / "onefold.db") as made:
+                first, second = Open(made, 1), Open(made, 2)
+                await first.write()
+                waiting = asyncio.create_task(second.write())
+                await one_turn()
+                concluding = asyncio.create_task(first.conclude())
+                await waiting
+                files.plan(FileFault("io error", "write"))
+                with pytest.raises(StoreUnavailableError):
+                    await second.conclude()
+                with pytest.raises(StoreUnavailableError):
+                    await concluding
+                files.plan(None)
+                assert made.seen() == []
+                opened = files.opened
+                assert not (await made.put("next")).duplicate
+                assert files.opened == opened + 1
+
+    asyncio.run(main())
+
+
+def test_a_slow_transaction_makes_nobody_wait_for_the_next(play: Play) -> None:
+    """What was slow of late may be slow again, so its neighbours commit by themselves."""
+
+    async def scenario(made: Stage) -> None:
+        slow = Open(made, 0)
+        await slow.write()
+        made.clock.advance(1.0)
+        await slow.conclude()
+        made.tracer.clear()
+
+        async def work(number: int) -> None:
+            transaction = Open(made, number)
+            await transaction.write()
+            await transaction.conclude()
+
+        await asyncio.gather(*(work(number) for number in range(1, 6)))
+        assert made.tracer.commits == 5
+
+    play(scenario)
+
+
+def test_of_writes_that_share_a_commit_one_can_fail_without_the_others(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        await made.put("taken", queue="mail")
+        bad, good = await made.leased("bad"), await made.leased("good")
+        clash = made.message("taken", payload=b"[2]")
+        made.tracer.clear()
+        answers = await asyncio.gather(
+            made.store.put([made.message("other")]),
+            made.store.settle([(bad, Done(b"1", sends=(clash,)))]),
+            made.store.settle([(good, DONE)]),
+            return_exceptions=True,
+        )
+        assert isinstance(answers[1], KeyReuseError)
+        assert answers[2] == [True]
+        assert (await made.state(bad.id), await made.state(good.id)) == (State.LEASED, State.DONE)
+        assert (await made.put("other")).duplicate
+        assert made.tracer.statements.count("BEGIN IMMEDIATE") <= 3
+
+    play(scenario)
+
+
+# the caller's own SQL
+
+
+@pytest.mark.parametrize("word", ["BEGIN", "COMMIT", "END", "ROLLBACK", "SAVEPOINT mine", "RELEASE mine"])
+@pytest.mark.parametrize("before", ["", "  \n", "-- a comment\n", "/* one */ ; ", "\ufeff", "SELECT 1; "])
+def test_the_callers_sql_cannot_end_the_transaction(play: Play, before: str, word: str) -> None:
+    async def scenario(made: Stage) -> None:
+        async def break_out(text: str) -> None:
+            async with made.store.transaction() as transaction:
+                await transaction.execute("INSERT INTO effect (number) VALUES (1)")
+                await transaction.execute(f"{before}{text}")
+
+        for text in (word, word.lower(), f"{word};"):
+            with pytest.raises(StoreError, match="not yours to say"):
+                await break_out(text)
+        assert made.seen() == []
+
+    play(scenario)
+
+
+def test_words_that_only_look_like_the_end_are_the_callers_business(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        async with made.store.transaction() as transaction:
+            await transaction.execute(
+                "CREATE TRIGGER echo AFTER INSERT ON parent BEGIN INSERT INTO effect (number) VALUES (NEW.id); END"
+            )
+            await transaction.execute("INSERT INTO parent VALUES (7); -- COMMIT\nSELECT 'ROLLBACK'")
+            assert await transaction.execute("SELECT 'COMMIT' AS \"commit\"") == [("COMMIT",)]
+        assert made.seen() == [7]
+
+    play(scenario)
+
+
+# where it runs
+
+
+def test_a_small_write_is_made_on_the_event_loop_while_commits_are_fast(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        await made.put("a")
+        assert made.tracer.here
+        made.tracer.clear()
+        await made.store.put([made.message() for _ in range(200)])
+        assert not made.tracer.here
+        made.tracer.clear()
+        made.sqlite._writer._link.commit_micros = 50_000
+        await made.put("b")
+        assert not made.tracer.here
+
+    play(scenario)
+
+
+def test_the_callers_own_statements_never_run_on_the_event_loop(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        async with made.store.transaction() as transaction:
+            await transaction.execute("INSERT INTO effect (number) VALUES (1)")
+        await made.store.fetch("SELECT count(*) FROM effect")
+        assert threading.get_ident() not in made.tracer.threads
+
+    play(scenario)
+
+
+def test_the_lock_of_another_process_is_never_waited_for_on_the_event_loop(play: Play) -> None:
+    """Fault 13: the loop goes on, and the write is made when the lock is free."""
+
+    async def scenario(made: Stage) -> None:
+        await made.put("before")
+        other = apsw.Connection(str(made.path))
+        other.execute("BEGIN IMMEDIATE")
+        made.tracer.clear()
+        began = asyncio.get_running_loop().time()
+        writing = asyncio.create_task(made.put("k"))
+        await turns()
+        assert not writing.done()
+        assert asyncio.get_running_loop().time() - began < BUSY_SECONDS_MAX / 2
+        other.execute("ROLLBACK")
+        other.close()
+        assert not (await writing).duplicate
+        assert not made.tracer.here
+
+    play(scenario)
+
+
+def test_somebody_who_only_writes_lets_the_others_have_their_turn(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await one_turn()
+
+        ticking = asyncio.create_task(tick())
+        for _ in range(100):
+            await made.put()
+        ticking.cancel()
+        assert ticks >= 45
+        assert made.tracer.here
+
+    play(scenario)
+
+
+def test_the_log_is_copied_into_the_file_and_does_not_grow_for_ever(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        for number in range(40):
+            await made.store.put([made.message(payload=b"[%d]" % number + b" " * 2_000) for _ in range(60)])
+        file, log = sizes(made.path)
+        assert file > 3_000_000
+        assert log < 12_000_000
+
+    play(scenario)
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    """How long the file and its log are."""
+    return path.stat().st_size, Path(f"{path}-wal").stat().st_size
+
+
+# numbers
+
+
+def test_no_number_is_given_twice(play: Play) -> None:
+    """A lease of a message that is gone must not meet another message under its number."""
+
+    async def scenario(made: Stage) -> None:
+        stale = await made.leased("gone")
+        await made.store.settle([(stale, DEAD)])
+        assert await made.move(stale.id, State.DISCARDED)
+        async with made.store.transaction() as transaction:
+            assert (await transaction.purge()).messages == 1
+        assert await made.all_ids() == set()
+        fresh = await made.leased("next")
+        assert fresh.fence == stale.fence
+        assert await made.store.extend([stale], lease=30.0) == [False]
+        assert await made.store.settle([(stale, DONE)]) == [False]
+        assert await made.state(fresh.id) is State.LEASED
+
+    play(scenario)
+
+
+def test_after_a_restore_no_number_of_a_lost_message_is_given_again(tmp_path: Path) -> None:
+    path, backup = tmp_path / "onefold.db", tmp_path / "backup.db"
+
+    async def lose() -> Lease:
+        async with stage(path) as made:
+            alter(made.path, f"VACUUM INTO '{backup}'")
+            return await made.leased("lost")
+
+    async def restore(lost: Lease) -> None:
+        async with AsyncExitStack() as stack:
+            made = Stage(backup, stack)
+            made.store = await made.another()
+            await made.store.restored()
+            fresh = await made.leased("other")
+            assert fresh.fence == lost.fence
+            assert await made.store.settle([(lost, DONE)]) == [False]
+            assert await made.store.settle([(fresh, DONE)]) == [True]
+
+    asyncio.run(restore(asyncio.run(lose())))
+
+
+# the end
+
+
+def test_closing_rolls_back_what_is_open_and_refuses_what_comes_later(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        transaction = Open(made, 1)
+        await transaction.write()
+        waiting = asyncio.create_task(made.put("waiting"))
+        await one_turn()
+        await made.store.close()
+        await waiting
+        with pytest.raises(StoreError, match="closed"):
+            await transaction.conclude()
+        assert made.seen() == []
+        await made.store.open()
+        assert (await made.put("waiting")).duplicate
+
+    play(scenario)

@@ -1,0 +1,75 @@
+"""What a supervisor refuses before it starts anything, and how it says things."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from onefold import App, ConfigurationError
+from onefold.cli.fleet import lasting
+from onefold.clock import SystemClock
+from onefold.crew import SupervisorSettings
+from onefold.fleet import WorkerSettings, describe, worker_name
+from onefold.health import parse_address
+from onefold.supervisor import Supervisor
+
+
+def test_a_store_in_memory_is_refused() -> None:
+    async def scenario() -> None:
+        async with App("sqlite:///:memory:") as app:
+            settings = SupervisorSettings(where="shop:app", queues=["default"])
+            with pytest.raises(ConfigurationError, match=r"app\.work\(\)"):
+                Supervisor(app.store, SystemClock(), random.Random(1), app.tasks, settings)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("processes", 0),
+        ("processes", 1_000),
+        ("concurrency", 0),
+        ("lease_seconds", 0.1),
+        ("stop_seconds", -1.0),
+        ("stall_seconds", 0.0),
+        ("queues", ["Not A Queue"]),
+    ],
+)
+def test_settings_outside_their_range_are_refused(name: str, value: Any) -> None:
+    given: dict[str, Any] = {"where": "shop:app", "queues": ["default"], name: value}
+    with pytest.raises(ConfigurationError, match=name.partition("_")[0].rstrip("s")):
+        SupervisorSettings(**given)
+
+
+def test_a_lease_is_looked_after_several_times_before_it_is_over() -> None:
+    assert SupervisorSettings(where="", queues=[], lease_seconds=1.0).tick_seconds < 1.0 / 5
+    assert SupervisorSettings(where="", queues=[], lease_seconds=3_600.0).tick_seconds == 1.0
+
+
+@pytest.mark.parametrize("address", ["8080", "localhost", "localhost:", ":8080", "localhost:http", "localhost:70000"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        parse_address(address)
+
+
+def test_addresses_of_both_kinds_are_read() -> None:
+    assert parse_address("127.0.0.1:0") == ("127.0.0.1", 0)
+    assert parse_address("[::1]:8080") == ("::1", 8080)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0s"), (59.4, "59s"), (184, "3m 04s"), (18_540, "5h 09m"), (183_600, "2d 03h")]
+)
+def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert lasting(seconds) == said
+
+
+@pytest.mark.parametrize("host", ["web-1", "Büro PC.local", "---", ""])
+def test_every_host_makes_a_name_that_is_allowed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    settings = WorkerSettings(worker_name(2**22, random.Random(1)), ["default"])
+    assert describe(settings, 0, 0, running=0, settled=0).name == settings.name
