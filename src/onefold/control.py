@@ -65,4 +65,5 @@ def line_of(word: Word | Orders) -> bytes:
 
 def word_of(line: bytes) -> Word:
     """Read one line that a process said."""
-    return _decode_word(line)
+    word: Word = _decode_word(line)
+    return word

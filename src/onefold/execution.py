@@ -10,18 +10,19 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from onefold import limits
 from onefold.announcing import announced
 from onefold.batch import Batch, Item
-from onefold.clock import Clock, give_way
+from onefold.clock import Clock
 from onefold.context import Context
 from onefold.errors import HandlerError, LeaseLostError, StoreUnavailableError
-from onefold.handling import Ready, end_strays, make_ready, refuse_strays, watched
+from onefold.handling import Ready, end_strays, make_ready, watched
+from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
@@ -45,30 +46,6 @@ UNAVAILABLE_SECONDS = 5.0
 
 Settlements = list[tuple[Lease, Outcome]]
 Decided = TypeVar("Decided", bound=Outcome)
-
-
-class Hold(Protocol):
-    """A lease in a worker's hands."""
-
-    @property
-    def lease(self) -> Lease: ...
-
-    @property
-    def until(self) -> int:
-        """When it runs out, on the steady clock."""
-        ...
-
-    @property
-    def lost(self) -> bool:
-        """Whether its run is to end: the worker says so, and then cancels it."""
-        ...
-
-    @property
-    def runner(self) -> asyncio.Task[None] | None:
-        """The task that runs it."""
-        ...
-
-    pulse: Pulse | None
 
 
 @dataclass(slots=True)
@@ -123,8 +100,8 @@ class Execution:
         token = current.set(context)
         try:
             result = await self._begin(task, context, task.signature.decode(lease.envelope.payload_inline or b""))
-            if context.tasks or _is_cancelled(hold):
-                await _end(context, (hold,))
+            if context.tasks or is_cancelled(hold):
+                await end(context, (hold,))
             context.close()
             if context.uncertain is not None:
                 raise context.uncertain
@@ -152,7 +129,7 @@ class Execution:
         try:
             return self.announce(hold.lease, await drive(workflow, hold.lease, tools))
         except BaseException as error:
-            await _raise_if_stopped((hold,), error)
+            await raise_if_stopped((hold,), error)
             return self._decide(workflow, hold.lease, error)
 
     def _deadline(self, hold: Hold) -> int:
@@ -204,7 +181,7 @@ class Execution:
         token = current.set(batch)
         try:
             await self._begin(task, batch, {})
-            await _end(batch, holds)
+            await end(batch, holds)
             batch.close()
             missing = HandlerError("the batch handler returned without a verdict on this message")
             outcomes: Settlements = [(item.lease, self._judge(task, item, missing)) for item in items]
@@ -262,7 +239,7 @@ class Execution:
         if work.tasks:
             await end_strays(work)
         await work.roll_back(error)
-        await _raise_if_stopped(holds, error)
+        await raise_if_stopped(holds, error)
 
     def _decide(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
         if isinstance(error, StoreUnavailableError):
@@ -303,38 +280,6 @@ async def _run_late(function: Callable[[], Awaitable[object]], lease: Lease) -> 
         await function()
     except Exception as error:
         logger.warning("late_work_failed message_id=%s error=%s", lease.id, type(error).__name__)
-
-
-def _is_cancelled(hold: Hold) -> bool:
-    return hold.runner is not None and hold.runner.cancelling() > 0
-
-
-async def _end(work: Work, holds: Sequence[Hold]) -> None:
-    """Let nothing outlive a handler that has returned: neither its tasks nor a stop it may have swallowed."""
-    await refuse_strays(work)
-    if _is_cancelled(holds[0]) and await _was_stopped(holds):
-        raise asyncio.CancelledError
-
-
-async def _was_stopped(holds: Sequence[Hold]) -> bool:
-    """Whether it was the worker who has cancelled this run; a handler that has cancelled itself has only failed."""
-    task = holds[0].runner
-    if task is not None and not any(hold.lost for hold in holds):
-        # What is left of it would strike the worker's own code, or the next message.
-        with suppress(asyncio.CancelledError):
-            await give_way()
-        while task.cancelling():
-            task.uncancel()
-    return any(hold.lost for hold in holds)
-
-
-async def _raise_if_stopped(holds: Sequence[Hold], error: BaseException) -> None:
-    """Raise when there is nothing to be decided about a message: its run was stopped, or somebody else has it."""
-    if _is_cancelled(holds[0]) and await _was_stopped(holds):
-        # Whatever the handler made of it: it was told to stop, and has not failed.
-        raise asyncio.CancelledError from error
-    if isinstance(error, LeaseLostError):
-        raise error
 
 
 def _log(lease: Lease, outcome: Again | Dead, error: str) -> None:

@@ -97,8 +97,6 @@ class Returned(_Frame, frozen=True):
     result: bytes
     sends: list[Envelope]
     notes: list[Note]
-    #: The process takes no further message.
-    leaving: bool = False
 
 
 class Failed(_Frame, frozen=True):
@@ -113,8 +111,6 @@ class Failed(_Frame, frozen=True):
     failure: Failure | None = None
     delay: float | None = None
     counted: bool = True
-    #: The process takes no further message.
-    leaving: bool = False
 
 
 Frame = Setup | Ready | Run | Begun | Asked | Told | Answered | Returned | Failed

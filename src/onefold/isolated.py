@@ -67,13 +67,10 @@ class _Process:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(watched())
             self._line.open()
-            leaving = False
-            while not leaving and (run := await self._line.next_run()) is not None:
+            # With a thread that could not be ended it is no fit place for another message.
+            while not self._threads.abandoned and (run := await self._line.next_run()) is not None:
                 self._line.say(Begun())
-                answer = await self._run(run, stack)
-                # With a thread that could not be ended it is no fit place for another message.
-                leaving = bool(self._threads.abandoned)
-                self._line.say(msgspec.structs.replace(answer, leaving=leaving))
+                self._line.say(await self._run(run, stack))
 
     async def _run(self, run: Run, stack: contextlib.AsyncExitStack) -> Returned | Failed:
         task: Task[Any, Any] | None = None

@@ -89,10 +89,7 @@ class Processes:
             except BaseException:
                 await process.kill()
                 raise
-            if answer.leaving:
-                await process.kill()
-            else:
-                self._idle.append(process)
+            self._idle.append(process)
         if isinstance(answer, Failed):
             raise _error_of(answer, context)
         if answer.sends or answer.notes:

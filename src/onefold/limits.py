@@ -153,18 +153,6 @@ STALL_SECONDS = 900.0
 WORKER_CHECK_SECONDS = 10.0
 WORKER_ENTRY_SECONDS = 60.0
 
-#: A rate above this is no limit any more; below one start in a day, a schedule is meant.
-RATE_MAX = 1_000_000
-RATE_PERIOD_MIN = 0.1
-RATE_PERIOD_MAX = DAY
-#: A gate's key is part of an index; a longer one goes by its digest.
-GATE_KEY_BYTES_MAX = 128
-#: Gates looked at by one claim; the next claim goes on where this one ended.
-GATES_PER_CLAIM = 256
-PRIORITY_MAX = 9
-#: One step of priority is worth this much waiting, so the least important is at most nine minutes behind.
-PRIORITY_STEP = 60.0
-
 #: An occurrence that is late by less than this still fires when missed ones are skipped: every tick is a little late.
 CATCH_UP_GRACE_SECONDS = 60.0
 #: Missed occurrences put in one transaction; the rest follows in the next, so that nobody waits long for either.

@@ -463,7 +463,9 @@ def test_a_thread_past_its_timeout_gets_an_exception(sqlite_bench: Bench, kind: 
     bench.run(scenario)
 
 
-def test_a_thread_that_waits_for_a_verb_is_woken_when_its_time_is_up(sqlite_bench: Bench) -> None:
+def test_a_thread_that_waits_for_a_verb_is_woken_when_its_time_is_up(
+    sqlite_bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     """C20: somebody else's lock does not keep it."""
     bench, ended = sqlite_bench, threading.Event()
     started, locked = threading.Event(), threading.Event()
@@ -489,6 +491,7 @@ def test_a_thread_that_waits_for_a_verb_is_woken_when_its_time_is_up(sqlite_benc
         assert record.failure is not None
         assert record.failure.error_type == "onefold.errors.HandlerTimeoutError"
         assert await bench.effects() == ["held"]
+        assert "thread_abandoned" not in caplog.text
 
     bench.run(scenario)
 
@@ -670,6 +673,9 @@ def test_a_handler_that_cancels_itself_has_failed_and_the_worker_lives(sqlite_be
 
     @bench.app.task
     async def works(ctx: Context) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
         await bench.insert(ctx, "works")
 
     async def scenario() -> None:

@@ -47,9 +47,11 @@ class Message:
         between = self.state is State.LEASED and self.lease_until <= now
         state = record.state in (State.LEASED, State.SCHEDULED) if between else record.state is self.state
         shown = (record.attempt, record.replay_count, record.kept_until, record.result)
+        # A result whose window is over is not shown, whether or not it is still there.
+        result = self.result if self.kept_until is None or self.kept_until > now else None
         body = (record.envelope.payload_inline is not None) is self.body
         risen, self.fence = record.fence >= self.fence, max(self.fence, record.fence)
-        return state and body and risen and shown == (self.attempt, self.replay_count, self.kept_until, self.result)
+        return state and body and risen and shown == (self.attempt, self.replay_count, self.kept_until, result)
 
 
 @dataclass(slots=True)

@@ -91,9 +91,9 @@ def _turn_on_log(connection: apsw.Connection, patience: Patience) -> None:
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
             return
         except apsw.BusyError:
-            looks += 1
             if not patience(looks):
                 raise
+            looks += 1
 
 
 def _install(connection: apsw.Connection, trace: Trace) -> None:
