@@ -189,7 +189,14 @@ class Soak:
 
 async def booked(kind: str) -> Counter[int]:
     """Return how often each number was booked."""
-    return Counter(number for (number,) in await app.store.fetch(f"SELECT number FROM ledger WHERE kind = '{kind}'"))
+    while True:
+        try:
+            rows = await app.store.fetch(f"SELECT number FROM ledger WHERE kind = '{kind}'")
+        except StoreUnavailableError:
+            # The first question after a restart may meet a connection that the server has closed.
+            await asyncio.sleep(0.2)
+        else:
+            return Counter(number for (number,) in rows)
 
 
 async def run(soak: Soak, fleet: Fleet, minutes: float, progress: Progress) -> Table:

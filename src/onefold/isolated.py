@@ -41,6 +41,7 @@ from onefold.stepping import in_time
 from onefold.store import Dead, Lease, Said
 from onefold.sync import SyncApp
 from onefold.threads import Threads
+from onefold.waiting import SyncTask
 
 _clock = SystemClock()
 
@@ -114,10 +115,11 @@ class _Process:
 
 def find_task(module: str, name: str) -> tuple[Task[Any, Any], App]:
     """Import a module and return the task of that name, which it holds itself or on an app it holds."""
-    held = list(vars(importlib.import_module(module)).values())
-    for value in held:
+    for value in list(vars(importlib.import_module(module)).values()):
         app = value.app if isinstance(value, SyncApp) else value
-        task = app.tasks.get(name) if isinstance(app, App) else getattr(value, "task", value)
+        task = value.task if isinstance(value, SyncTask) else value
+        if isinstance(app, App):
+            task = app.tasks.get(name)
         if isinstance(task, Task) and task.name == name and isinstance(task._sender, App):
             return task, task._sender
     raise ConfigurationError(f"module {module} holds neither the isolated task {name} nor the app it belongs to")

@@ -24,14 +24,13 @@ KIND = "schedule"
 #: What becomes of occurrences that nobody was there to fire.
 Catchup = Literal["skip", "last", "all"]
 
-#: Stretches of missed fire times that are remembered, for a clock that is set back; each is a clock that was wrong, or
+#: Spans of missed fire times that are remembered, for a clock that is set back; each is a clock that was wrong, or
 #: a time when no worker was there.
 _DROPPED_MAX = 8
 _GRACE = round(limits.CATCH_UP_GRACE_SECONDS * MICROSECONDS)
 
-
 #: Two instants, a beginning and an end.
-Stretch = tuple[int, int]
+Span = tuple[int, int]
 
 
 class Fire(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     watermark: int
     #: Between which instants fire times were missed, the ends left out; all others up to the watermark have fired.
     #: Should the clock be set back among them, they may fire after all.
-    dropped: tuple[Stretch, ...] = ()
+    dropped: tuple[Span, ...] = ()
     #: Where the clock was when it was found to be set back, or has got to since; None while it is past the watermark.
     rewound: int | None = None
     #: With a delay: the message whose end the next fire time is counted from.
@@ -198,21 +197,21 @@ def _catch_up(schedule: ScheduleRecord, timetable: Cron | Rate, now: int) -> _Ca
     return _Caught(fires, until, max(_count(timetable, schedule.watermark, until) - fresh, 0))
 
 
-def _due(schedule: ScheduleRecord, now: int) -> list[Stretch]:
-    """Return the stretches, their beginnings left out, in which every fire time is due and has not fired."""
+def _due(schedule: ScheduleRecord, now: int) -> list[Span]:
+    """Return the spans, their beginnings left out, in which every fire time is due and has not fired."""
     cursor = schedule.cursor
-    stretches = [(max(start, cursor), min(end - 1, now)) for start, end in schedule.dropped]
-    stretches.append((max(schedule.watermark, cursor), now))
-    return [(start, end) for start, end in stretches if start < end]
+    spans = [(max(start, cursor), min(end - 1, now)) for start, end in schedule.dropped]
+    spans.append((max(schedule.watermark, cursor), now))
+    return [(start, end) for start, end in spans if start < end]
 
 
-def _still_dropped(schedule: ScheduleRecord, timetable: Cron | Rate, found: _Caught) -> tuple[Stretch, ...]:
+def _still_dropped(schedule: ScheduleRecord, timetable: Cron | Rate, found: _Caught) -> tuple[Span, ...]:
     """Return where there are fire times that were missed, after some have fired."""
-    stretches = list(schedule.dropped)
+    spans = list(schedule.dropped)
     if found.missed:
-        stretches.append((schedule.watermark, found.until + 1))
-    left: list[Stretch] = []
-    for start, end in stretches:
+        spans.append((schedule.watermark, found.until + 1))
+    left: list[Span] = []
+    for start, end in spans:
         inside = [one.scheduled_for for one in found.occurrences if start < one.scheduled_for < end]
         parts = [(start, inside[0]), (inside[-1], end)] if inside else [(start, end)]
         left += [part for part in parts if next(timetable.after(part[0]), part[1]) < part[1]]

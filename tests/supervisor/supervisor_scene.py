@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onefold import App, Query, Receipt, State
+from onefold import App, Query, State
 from onefold.inspection import DeadLetter
 from onefold.store import Record
 
@@ -29,7 +29,7 @@ def wait_until(true: Callable[[], object], what: str | Callable[[], str]) -> Non
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while not true():
         assert time.monotonic() < give_up_at, what if isinstance(what, str) else what()
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def is_alive(pid: int) -> bool:
@@ -96,10 +96,18 @@ class Scene:
         self.runs_file = directory / "runs"
         self.runs_file.touch()
         self.workers: list[Running] = []
-        self.ask(self._prepare)
+        self._loop = asyncio.new_event_loop()
+        self.app = App(url)
+        self._loop.run_until_complete(self._prepare())
 
-    async def _prepare(self, app: App) -> None:
-        async with app.transaction() as transaction:
+    async def _prepare(self) -> None:
+        # The tasks are declared elsewhere, where the worker finds them; here they are only sent.
+        import supervised_app
+
+        self.app._registry = supervised_app.app._registry
+        await self.app.migrate()
+        await self.app.open()
+        async with self.app.transaction() as transaction:
             await transaction.execute("CREATE TABLE effect (name TEXT)")
 
     @property
@@ -128,28 +136,18 @@ class Scene:
         )
 
     def ask(self, question: Callable[[App], Awaitable[Answer]]) -> Answer:
-        async def ask() -> Answer:
-            app = App(self.url)
-            await app.migrate()
-            async with app:
-                return await question(app)
+        """Ask the store something."""
 
-        return asyncio.run(ask())
+        async def ask() -> Answer:
+            return await question(self.app)
+
+        return self._loop.run_until_complete(ask())
 
     def send(self, task: str, *calls: Sequence[Any]) -> list[str]:
         """Send one message for each tuple of arguments, in this order; returns their ids."""
-        import supervised_app
-
-        declared = supervised_app.app.tasks[task]
-
-        async def send() -> list[str]:
-            sender = App(self.url)
-            sender._registry = supervised_app.app._registry
-            async with sender:
-                buffer: list[Receipt[Any]] = await sender.send_many(declared.call(*arguments) for arguments in calls)
-                return [receipt.id for receipt in buffer]
-
-        return asyncio.run(send())
+        declared = self.app.tasks[task]
+        receipts = self.ask(lambda app: app.send_many(declared.call(*arguments) for arguments in calls))
+        return [receipt.id for receipt in receipts]
 
     def records(self) -> dict[str, Record]:
         found = self.ask(lambda app: app.find(Query(limit=1_000)))
@@ -187,6 +185,8 @@ class Scene:
         return f"{self.states()}\n{self.runs().most_common(20)}\n{logs}"
 
     def close(self) -> None:
+        self._loop.run_until_complete(self.app.close())
+        self._loop.close()
         for worker in self.workers:
             if worker.process.poll() is None:
                 below = worker.children()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import supervised_app
 from supervisor_scene import Running, Scene, is_alive, wait_until
 
 from onefold import App, State
@@ -80,7 +79,7 @@ def test_changed_code_is_loaded_and_broken_code_waited_out(local: Scene, tmp_pat
 def test_a_fleet_restarted_one_by_one_under_load_loses_and_repeats_nothing(scene: Scene) -> None:
     """Fault 40: what was sent is done once, however often its workers were stopped meanwhile."""
     fleet = [scene.work("--concurrency", "5").wait_ready() for _ in range(2)]
-    sent = asyncio.run(_send_while(scene, lambda: _restart_each(scene, fleet)))
+    sent = scene.ask(lambda app: _send_while(app, lambda: _restart_each(scene, fleet)))
     scene.wait_ended()
     assert [worker.stop() for worker in scene.workers if worker.process.poll() is None] == [0, 0]
     assert scene.effects() == dict.fromkeys(sent, 1)
@@ -95,17 +94,14 @@ def _restart_each(scene: Scene, fleet: list[Running]) -> None:
         fleet[number] = scene.work("--concurrency", "5").wait_ready()
 
 
-async def _send_while(scene: Scene, act: Callable[[], None]) -> list[str]:
+async def _send_while(app: App, act: Callable[[], None]) -> list[str]:
     """Send again and again until the act is over; returns the names of what was sent."""
-    sender = App(scene.url)
-    sender._registry = supervised_app.app._registry
-    note, sent = sender._registry.tasks["note"], []
-    async with sender:
-        acting = asyncio.ensure_future(asyncio.to_thread(act))
-        while not acting.done() and len(sent) < 900:
-            names = [f"m{len(sent) + number}" for number in range(5)]
-            await sender.send_many(note.call(name) for name in names)
-            sent += names
-            await asyncio.sleep(0.03)
-        await acting
+    note, sent = app.tasks["note"], []
+    acting = asyncio.ensure_future(asyncio.to_thread(act))
+    while not acting.done() and len(sent) < 900:
+        names = [f"m{len(sent) + number}" for number in range(5)]
+        await app.send_many(note.call(name) for name in names)
+        sent += names
+        await asyncio.sleep(0.03)
+    await acting
     return sent

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import psycopg
 import pytest
 
+from onefold import limits
 from onefold.clock import SystemClock, new_id, system_random
 from onefold.codec import fingerprint_of
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, SchemaError
-from onefold.store import Done, Failure, Lease
-from onefold.stores.postgres import PostgresStore
+from onefold.store import Done, Failure, Lease, Query
+from onefold.stores.postgres import PostgresStore, restoring
 
 _chance = system_random()
 _clock = SystemClock()
@@ -237,6 +238,29 @@ def test_a_lost_listener_comes_back(postgres_url: str) -> None:
             await _clock.sleep(0)
             await sender.put([envelope()])
             await asyncio.wait_for(waiting, timeout=5)
+
+    run(scenario)
+
+
+# restores
+
+
+def test_after_a_restore_every_fence_has_risen_once_page_by_page(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "_PAGE", 3)
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await store.put([envelope(f"k{n}") for n in range(10)])
+            leases = await claim(store, 7)
+            await store.settle([(lease, Done(b"1")) for lease in leases[:3]])
+            before = {record.envelope.id: record.fence for record in await store.find(Query())}
+            assert await store.restored() == 4
+            after = {record.envelope.id: record.fence for record in await store.find(Query())}
+            assert after == {id_: fence + limits.FENCE_LEAP for id_, fence in before.items()}
+            assert await store.settle([(lease, Done(b"1")) for lease in leases[3:]]) == [False] * 4
+            assert len(await claim(store)) == 7
 
     run(scenario)
 

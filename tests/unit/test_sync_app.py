@@ -44,6 +44,7 @@ from onefold import (
     TransactionOpenError,
 )
 from onefold.debounce import Debounced
+from onefold.loading import load_app
 from onefold.recurring import Schedule
 from onefold.testing import HastyClock
 
@@ -317,6 +318,13 @@ def test_it_can_be_another_door_to_an_app(sqlite_url: str) -> None:
         assert [one.result() for one in receipts] == [1, 2, 3, 4]
         assert sorted(door.tasks) == sorted(behind.tasks) == ["declared_here", "declared_there"]
         assert door.url == sqlite_url
+
+
+def test_the_command_line_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N2: ``onefold worker shop:app`` works for the app behind it."""
+    (tmp_path / "sync_shop.py").write_text("from onefold import SyncApp\napp = SyncApp('sqlite:///shop.db')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_app("sync_shop:app").url == "sqlite:///shop.db"
 
 
 # people

@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, PipelineStatus
+from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus
 from psycopg.pq.abc import PGresult
 
 from onefold.stores.postgres.statements import Query
@@ -140,14 +140,24 @@ class Exchange:
     def _on_readable(self) -> None:
         try:
             self._pgconn.consume_input()
-            while self._under_way and not self._pgconn.is_busy():
-                self._take(self._pgconn.get_result())
+            self._read()
         except psycopg.OperationalError as error:
             self._break(error)
 
-    def _take(self, result: PGresult | None) -> None:
-        if result is None:
-            return
+    def _read(self) -> None:
+        """Take every result that has come; each is followed by a None, and a second one says that there is no more."""
+        more = True
+        while self._under_way and not self._pgconn.is_busy():
+            result = self._pgconn.get_result()
+            if result is not None:
+                self._take(result)
+            elif not more:
+                break
+            more = result is not None
+        if self._pgconn.status == ConnStatus.BAD:
+            raise psycopg.OperationalError("the connection was lost")
+
+    def _take(self, result: PGresult) -> None:
         request = self._under_way[0]
         if result.status != ExecStatus.PIPELINE_SYNC:
             request.results.append(result)

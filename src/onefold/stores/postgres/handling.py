@@ -61,8 +61,12 @@ class HandlerWire(Wire):
         if not self._opening:
             if not self._shared:
                 return await super()._ask(queries, texts)
-            async with self.connection.lock:
+            await self.connection.lock.acquire()
+            try:
                 return await super()._ask(queries, texts)
+            finally:
+                # Not before it was answered, even if nobody waits for that any more.
+                self._exchange.when_quiet(self.connection.lock.release)
         try:
             return (await super()._ask([Query(self._begin.encode()), *queries], [self._begin, *texts]))[1:]
         except psycopg.Error as error:

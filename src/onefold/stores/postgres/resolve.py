@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from onefold.store import Again, HandBack, Lease, Parked, State
 from onefold.stores.postgres.arrays import ids
-from onefold.stores.postgres.session import Session, Settlement
+from onefold.stores.postgres.session import Session
+from onefold.stores.postgres.settlements import Settlement
 from onefold.stores.postgres.wire import Wire
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from onefold import limits
@@ -12,17 +12,12 @@ from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
 from onefold.store import (
     Act,
-    Again,
     Attempt,
     Counts,
-    Dead,
     Done,
     Fenced,
-    HandBack,
     Lane,
     Lease,
-    Outcome,
-    Parked,
     Progress,
     Purged,
     PutOptions,
@@ -33,14 +28,13 @@ from onefold.store import (
     State,
     Stored,
 )
-from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers, texts
+from onefold.stores.postgres.arrays import bigints, ids, numbers, texts
 from onefold.stores.postgres.put import Putter, store_fresh
-from onefold.stores.postgres.steps import Steps, lines_of, parking
+from onefold.stores.postgres.settlements import SETTLES, Settlement, brings_more, fenced, sends_of
+from onefold.stores.postgres.steps import Steps, lines_of
 from onefold.stores.postgres.wire import Named, Speaker
-from onefold.stores.rows import attempt_of, encode_failure, lease_of, progress_of, record_of
+from onefold.stores.rows import attempt_of, lease_of, progress_of, record_of
 from onefold.stores.steps import notes_of
-
-Settlement = tuple[Lease, Outcome]
 
 #: Comes before every id.
 FIRST_ID = "00000000-0000-0000-0000-000000000000"
@@ -139,7 +133,7 @@ class Session:
         # An id that is not a UUID cannot be in the table.
         given = [one for one in leases if _ID.fullmatch(one.id)]
         parameters: dict[str, Any] = {
-            **_fenced(given),
+            **fenced(given),
             "now": self._now,
             "lease": round(lease * MICROSECONDS),
             "starting": int(starting),
@@ -151,7 +145,7 @@ class Session:
         given = [(lease, said) for lease, said in reports if _ID.fullmatch(lease.id)]
         percents = [None if said is None or said.percent is None else float(said.percent) for _, said in given]
         parameters: dict[str, Any] = {
-            **_fenced([lease for lease, _ in given]),
+            **fenced([lease for lease, _ in given]),
             "now": self._now,
             "percents": numbers(percents),
             "messages": texts(["" if said is None else said.message for _, said in given]),
@@ -217,7 +211,7 @@ class Session:
     async def _settle_once(self, settlements: Sequence[Settlement]) -> set[tuple[Any, ...]]:
         """Settle, each message once; return id and fence of those whose lease was stale."""
         statements: list[Named] = []
-        for kind, (name, columns) in _SETTLES.items():
+        for kind, (name, columns) in SETTLES.items():
             those = [settlement for settlement in settlements if type(settlement[1]) is kind]
             if those:
                 statements.append((name, {**columns(those), "now": self._now}))
@@ -329,91 +323,5 @@ class Session:
         return {queue: Counts(**numbers) for queue, numbers in counts.items()}
 
 
-def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:
-    """Return what the handlers of these settlements sent."""
-    return [e for _, outcome in settlements if isinstance(outcome, Done | Dead | Parked) for e in outcome.sends]
-
-
-def brings_more(settlements: Iterable[Settlement]) -> bool:
-    """Whether settling these writes more than where they stand, so that it needs a transaction."""
-    for lease, outcome in settlements:
-        if lease.envelope.reply_to is not None:
-            return True
-        if isinstance(outcome, Done):
-            if outcome.sends or outcome.notes:
-                return True
-        elif isinstance(outcome, Dead):
-            if outcome.sends:
-                return True
-        elif isinstance(outcome, Parked) and (outcome.sends or outcome.notes or outcome.steps):
-            return True
-    return False
-
-
 def _by_due_time(row: tuple[Any, ...]) -> tuple[int, str]:
     return row[12], row[0]
-
-
-def _microseconds(seconds: Sequence[float]) -> Column:
-    known = {one: round(one * MICROSECONDS) for one in set(seconds)}
-    return bigints([known[one] for one in seconds])
-
-
-def _fenced(leases: Sequence[Fenced]) -> dict[str, Column]:
-    return {"ids": ids([lease.id for lease in leases]), "fences": bigints([lease.fence for lease in leases])}
-
-
-def _ended(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    leases = [lease for lease, _ in settlements]
-    envelopes = [lease.envelope for lease in leases]
-    return {
-        "ids": ids([e.id for e in envelopes]),
-        "fences": bigints([lease.fence for lease in leases]),
-        "queues": texts([e.queue for e in envelopes]),
-        "attempts": bigints([lease.attempt for lease in leases]),
-        "crashes": bigints([lease.crashes for lease in leases]),
-        "replay_counts": bigints([lease.replay_count for lease in leases]),
-        "key_windows": _microseconds([outcome.key_window for _, outcome in settlements]),
-        "body_windows": _microseconds([outcome.body_retention for _, outcome in settlements]),
-    }
-
-
-def _done(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    return {**_ended(settlements), "results": blobs([outcome.result for _, outcome in settlements])}
-
-
-def _dead(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    return {
-        **_ended(settlements),
-        "failures": blobs([encode_failure(outcome.failure) for _, outcome in settlements]),
-        # A message that expired or was quarantined did not run this time.
-        "failed_runs": bigints([int(outcome.ran) for _, outcome in settlements]),
-        "workers": texts([lease.worker for lease, _ in settlements]),
-    }
-
-
-def _again(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    failures = [outcome.failure for _, outcome in settlements]
-    return {
-        **_fenced([lease for lease, _ in settlements]),
-        "attempts": bigints([lease.attempt for lease, _ in settlements]),
-        "counted": bigints([lease.attempt if o.counted else lease.attempt - 1 for lease, o in settlements]),
-        "crashed": bigints([int(o.crashed) for _, o in settlements]),
-        "delays": _microseconds([o.delay for _, o in settlements]),
-        "failures": blobs([None if failure is None else encode_failure(failure) for failure in failures]),
-        "workers": texts([lease.worker for lease, _ in settlements]),
-    }
-
-
-def _handed_back(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    return _fenced([lease for lease, _ in settlements])
-
-
-#: Which statement settles which outcome, and with what.
-_SETTLES: Mapping[type[Outcome], tuple[str, Callable[[Sequence[tuple[Lease, Any]]], dict[str, Column]]]] = {
-    Done: ("settle_done", _done),
-    Dead: ("settle_dead", _dead),
-    Again: ("settle_again", _again),
-    HandBack: ("settle_hand_back", _handed_back),
-    Parked: ("settle_park", parking),
-}

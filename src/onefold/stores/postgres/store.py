@@ -42,7 +42,9 @@ from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_f
 from onefold.stores.postgres.faults import BlockedError
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
-from onefold.stores.postgres.session import FIRST_ID, Session, Settlement, brings_more
+from onefold.stores.postgres.restoring import restore
+from onefold.stores.postgres.session import Session
+from onefold.stores.postgres.settlements import Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
 from onefold.stores.postgres.steps import Recording
 from onefold.stores.postgres.transaction import (
@@ -59,8 +61,6 @@ from onefold.stores.steps import is_large, or_lost
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
-#: Fences raised in one commit after a restore, for which everybody else waits.
-_RESTORED_PAGE = 10_000
 
 
 class PostgresStore:
@@ -349,19 +349,8 @@ class PostgresStore:
         return await self._use("settle").run(work)
 
     async def restored(self) -> int:
-        """In pages, each with a commit of its own: after a crash in the middle it is simply called again."""
-        ended, after = 0, FIRST_ID
-
-        async def page(wire: Wire, _: bool) -> tuple[int, str | None]:
-            async with wire.transaction():
-                return await self._session(wire).restored(after, _RESTORED_PAGE)
-
         self._use("claim")
-        last: str | None = FIRST_ID
-        while last is not None:
-            after = last
-            number, last = await self._pool.run(page)
-            ended += number
+        ended = await restore(self._pool, self._session)
         self._claimer.look_everywhere()
         return ended
 

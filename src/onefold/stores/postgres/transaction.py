@@ -19,7 +19,8 @@ from onefold.stores.postgres.claiming import NEAR_SECONDS
 from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import is_lost, is_stale, translated
 from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.session import Session, Settlement, brings_more, sends_of
+from onefold.stores.postgres.session import Session
+from onefold.stores.postgres.settlements import Settlement, brings_more, sends_of
 from onefold.stores.postgres.wire import JoinedWire, Named
 from onefold.stores.steps import or_lost
 
