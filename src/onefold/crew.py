@@ -14,7 +14,7 @@ from onefold import custody, limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.control import Failed, Orders
 from onefold.custody import Death
-from onefold.errors import StoreUnavailableError
+from onefold.errors import StoreError
 from onefold.fleet import Roll, WorkerRecord, host_name, worker_name
 from onefold.process import WorkerProcess, start_process
 from onefold.registry import Task
@@ -175,8 +175,8 @@ class Crew:
                     self.suspected.set()
                 await self._roll.strike(process.name)
                 break
-            except StoreUnavailableError as error:
-                logger.warning("store_unavailable doing=bury worker=%s error=%s", process.name, error)
+            except StoreError as error:
+                logger.warning("store_failed doing=bury worker=%s error=%s", process.name, error)
                 if self.in_haste or self._clock.steady() >= give_up_at:
                     break  # its leases run out, which is as good, only later
                 await self._clock.sleep(pause)

@@ -17,7 +17,7 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import StoreError, StoreUnavailableError
+from onefold.errors import StoreError
 from onefold.store import Lane, Store
 from onefold.version import __version__
 
@@ -136,8 +136,8 @@ class Roll:
             while True:
                 try:
                     await self.enter([describe()])
-                except StoreUnavailableError as error:
-                    logger.warning("store_unavailable doing=register error=%s", error)
+                except StoreError as error:
+                    logger.warning("store_failed doing=register error=%s", error)
                 await self._clock.sleep(limits.WORKER_CHECK_SECONDS)
         finally:
             await self.strike(describe().name)

@@ -6,7 +6,7 @@ import logging
 
 from onefold import limits
 from onefold.clock import Clock
-from onefold.errors import StoreUnavailableError
+from onefold.errors import StoreError
 from onefold.store import Store
 
 logger = logging.getLogger("onefold")
@@ -19,5 +19,5 @@ async def keep_purged(store: Store, clock: Clock) -> None:
         try:
             async with store.transaction() as transaction:
                 await transaction.purge()
-        except StoreUnavailableError as error:
-            logger.warning("store_unavailable doing=purge error=%s", error)
+        except StoreError as error:
+            logger.warning("store_failed doing=purge error=%s", error)

@@ -409,5 +409,5 @@ class Registry:
 
     def types(self) -> list[str]:
         """Return what can be handled here, as claims ask for it; see ``Envelope.claimed_as``."""
-        plain = (name for name, task in self.tasks.items() if not task.pinned)
-        return sorted([*plain, *(f"{name}@{version}" for name, version in self._pinned)])
+        # Also plainly for what is pinned: a message from elsewhere may name no version, and goes to the newest.
+        return sorted([*self.tasks, *(f"{name}@{version}" for name, version in self._pinned)])

@@ -16,7 +16,7 @@ from typing import Any
 from onefold import custody, limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.crew import Crew, SupervisorSettings
-from onefold.errors import ConfigurationError, StoreUnavailableError
+from onefold.errors import ConfigurationError, StoreError
 from onefold.process import WorkerProcess
 from onefold.purging import keep_purged
 from onefold.registry import Task
@@ -35,6 +35,8 @@ _FALSE_STARTS_MAX = 3
 _SUSPECTS_SECONDS = 5.0
 #: A worn process whose successor could not start stays, and this many deaths' pause later it is tried again.
 _PAUSES_WHEN_WORN = 4
+#: A store that failed is asked again after this many deaths' pause.
+_PAUSES_WHEN_AWAY = 3
 #: Looks at what a dead process held, after the one at its burial.
 _LATE_LOOKS = 2
 
@@ -143,11 +145,21 @@ class Supervisor:
 
     async def _work(self) -> None:
         await self._fill_places()
-        while self._settings.until_idle and not self.stopping and await self._staff_probation():
+        while self._settings.until_idle and not self.stopping and await self._any_suspects():
             for process in self._on_probation():
                 await process.buried.wait()
             # What came of it may be for the others.
             await self._fill_places()
+
+    async def _any_suspects(self) -> bool:
+        """Have processes for suspects, if there are any; asked until the store answers."""
+        while not self.stopping:
+            try:
+                return await self._staff_probation()
+            except StoreError as error:
+                logger.warning("store_failed doing=supervise error=%s", error)
+                await self._pause(_PAUSES_WHEN_AWAY)
+        return False
 
     async def _fill_places(self) -> None:
         await asyncio.gather(*(self._fill_place() for _ in range(self._settings.processes)))
@@ -231,8 +243,8 @@ class Supervisor:
                 await self._look_after_the_late()
                 await self.crew.enter_if_due()
                 self.store_checked_at = self._clock.steady()
-            except StoreUnavailableError as error:
-                logger.warning("store_unavailable doing=supervise error=%s", error)
+            except StoreError as error:
+                logger.warning("store_failed doing=supervise error=%s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SUSPECTS_SECONDS):
                     await self.crew.suspected.wait()

@@ -8,7 +8,7 @@ import logging
 from onefold import custody, limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.crew import Crew, SupervisorSettings
-from onefold.errors import StoreUnavailableError
+from onefold.errors import StoreError
 from onefold.process import WorkerProcess
 from onefold.slots import Slot
 from onefold.store import Lane, Store
@@ -63,7 +63,7 @@ class Watch:
             process.kill("it did not stop in time", frozenset())
         elif silent > self._patience(process):
             process.kill_with_stacks(f"its event loop had not moved for {silent:.0f} s")
-        elif silent > limits.STALL_WARNING_SECONDS and not process.stalled_seconds:
+        elif silent > limits.STALL_WARNING_SECONDS and process.ready.is_set() and not process.stalled_seconds:
             logger.warning(
                 "worker_stalled worker=%s seconds=%.0f running=%d", process.name, silent, len(process.running())
             )
@@ -117,5 +117,5 @@ class Watch:
             await custody.keep(self._store, process.name, list(board.slots()), lease=lease)
             if process.code is None and self._clock.steady() - board.beat_at > patience * MICROSECONDS:
                 await custody.hand_back(self._store, process.name, list(board.slots()))
-        except StoreUnavailableError as error:
-            logger.warning("store_unavailable doing=extend worker=%s error=%s", process.name, error)
+        except StoreError as error:
+            logger.warning("store_failed doing=extend worker=%s error=%s", process.name, error)

@@ -25,6 +25,7 @@ from onefold.errors import (
     CancelledMessageError,
     ConfigurationError,
     DeadError,
+    HandlerError,
     LeaseLostError,
     ReplayError,
     SignalTimeoutError,
@@ -119,6 +120,8 @@ class Run:
         return self._stretch.perform(self._name(known.name), known, args, kwargs)
 
     def _name(self, what: str) -> str:
+        if current.get() is not self:
+            raise HandlerError("a step cannot use its run: what it would record lies inside of what it records itself")
         self._stretch.refuse()
         return self._journal.name(branch.get(), what)
 
@@ -166,7 +169,11 @@ class Run:
         """
         limits.check_step_name("signal", name)
         length = None if timeout is None else seconds(timeout)
-        return self._signal(self._name(name), name, length, ResultCodec(type, field=f"signal {name}"))
+        try:
+            codec = ResultCodec(type, field=f"signal {name}")
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigurationError(f"signal {name}: its type has no JSON form: {error}") from error
+        return self._signal(self._name(name), name, length, codec)
 
     async def _signal(self, name: str, signal: str, length: float | None, codec: ResultCodec) -> Any:
         stretch, journal = self._stretch, self._journal
@@ -255,17 +262,17 @@ class Run:
 
     async def _gather(self, name: str, awaitables: Sequence[Awaitable[Any]]) -> tuple[Any, ...]:
         children = [one for one in awaitables if isinstance(one, Child)]
-        others = [(f"{name}{n}/", one) for n, one in enumerate(awaitables) if not isinstance(one, Child)]
-        if others:
-            jobs = [*others, (branch.get(), self._children.results(children))] if children else others
-            *answers, last = await self._stretch.branches(jobs)
-            ended, answers = (last, answers) if children else ([], [*answers, last])
-            if isinstance(ended, Raised):
-                raise ended.error
+        jobs = [(f"{name}{n}/", one) for n, one in enumerate(awaitables) if not isinstance(one, Child)]
+        if jobs:
+            group = [(branch.get(), self._children.results(children))] if children else []
+            answers = await self._stretch.branches([*jobs, *group])
         else:
-            ended, answers = await self._children.results(children), []
-        by_place = (iter(ended), iter(answers))
-        results = [next(by_place[0] if isinstance(one, Child) else by_place[1]) for one in awaitables]
+            answers = [await self._children.results(children)]
+        ended = answers.pop() if children else []
+        if isinstance(ended, Raised):
+            raise ended.error
+        of_children, of_others = iter(ended), iter(answers)
+        results = [next(of_children if isinstance(one, Child) else of_others) for one in awaitables]
         for result in results:
             if isinstance(result, Raised):
                 raise result.error

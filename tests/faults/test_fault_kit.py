@@ -188,6 +188,20 @@ def test_a_lost_reply_is_lost_after_the_server_gave_it() -> None:
     run(scenario)
 
 
+def test_a_lost_request_never_reaches_the_server() -> None:
+    async def scenario() -> None:
+        async with proxied() as (proxy, echo):
+            client = await Client.connect(proxy)
+            assert await client.ask(b"one") == b"one"
+            proxy.lose_next_request()
+            with pytest.raises(ConnectionError):
+                await client.ask(b"two")
+            assert not proxy.losing
+            assert echo.heard == [b"one\n"]
+
+    run(scenario)
+
+
 def test_a_url_is_led_through_the_proxy() -> None:
     async def scenario() -> None:
         async with proxied() as (proxy, _):

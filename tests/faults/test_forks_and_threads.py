@@ -21,6 +21,8 @@ from onefold.stores import open_store
 #: A child that takes longer hangs.
 CHILD_SECONDS_MAX = 20.0
 THREADS = 8
+#: Whoever was harmed waits longer than this for an answer that does not come.
+UNHARMED_SECONDS_MAX = 6.0
 
 
 def verbs_of(scene: Scene) -> dict[str, Callable[[], Awaitable[Any]]]:
@@ -118,8 +120,10 @@ def test_a_child_that_ends_or_closes_does_no_harm_to_its_parent(store_url: str) 
                 await transaction.execute(scene.sql("INSERT INTO effect VALUES (?, ?, 1)"), "x", "y")
                 assert in_a_child(lambda: close(scene)) == "closed"
                 assert in_a_child(lambda: "nothing") == "nothing"
+                began = asyncio.get_running_loop().time()
                 await transaction.execute("DELETE FROM effect")
             await goes_on(scene)
+            assert asyncio.get_running_loop().time() - began < UNHARMED_SECONDS_MAX
 
     run(scenario)
 

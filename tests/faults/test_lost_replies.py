@@ -1,4 +1,4 @@
-"""The server did it, and its answer never arrived: found out truthfully, and never done twice."""
+"""The request or its answer never arrived: what was done is found out truthfully, and never done twice."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LOST_AT_RANDOM = 25
 
 
 class Loser:
-    """Given to a store as its trace: has the answer to its n-th statement lost on the wire."""
+    """Given to a store as its trace: has its n-th statement, or the answer to it, lost on the wire."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Literal["request", "reply"] = "reply") -> None:
         self.proxy: Proxy | None = None
+        self._kind = kind
         self._left = 0
         self.lost: list[str] = []
 
@@ -43,13 +44,15 @@ class Loser:
         self._left -= 1
         if not self._left and self.proxy is not None:
             self.lost.append(" ".join(statement.split())[:60])
-            self.proxy.lose_next_reply()
+            (self.proxy.lose_next_request if self._kind == "request" else self.proxy.lose_next_reply)()
 
 
 @asynccontextmanager
-async def losing(server: PostgresServer, url: str) -> AsyncIterator[tuple[Scene, Loser]]:
+async def losing(
+    server: PostgresServer, url: str, kind: Literal["request", "reply"]
+) -> AsyncIterator[tuple[Scene, Loser]]:
     """A scene whose server is reached through a proxy that loses what it is told to lose."""
-    loser = Loser()
+    loser = Loser(kind)
     async with Proxy("127.0.0.1", server.port) as proxy:
         scene = Scene(PostgresStore(proxy.through(url), trace=loser))
         await scene.prepare()
@@ -91,9 +94,11 @@ OPERATIONS: dict[str, tuple[list[str], Callable[[Scene, str], Awaitable[None]]]]
 }
 
 
+@pytest.mark.parametrize("kind", ["request", "reply"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
     name: str,
+    kind: Literal["request", "reply"],
     postgres_server: PostgresServer,
     postgres_url: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +110,7 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
     lost: list[str] = []
 
     async def scenario() -> None:
-        async with losing(postgres_server, postgres_url) as (scene, loser):
+        async with losing(postgres_server, postgres_url, kind) as (scene, loser):
             for number in itertools.count(1):
                 assert number < STATEMENTS_MAX
                 key = f"{name}-{number}"
@@ -121,7 +126,7 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
             await scene.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
 
     run(scenario)
-    record_property("lost replies", len(lost))
+    record_property("requests and replies lost", len(lost))
     assert len(lost) >= 2
     if name in ("send with rows", "handle"):
         assert "COMMIT" in lost
@@ -149,7 +154,7 @@ def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
             return not proxy.losing
 
         for _ in range(LOST_AT_RANDOM):
-            proxy.lose_next_reply()
+            chance.choice((proxy.lose_next_reply, proxy.lose_next_request))()
             await until(lost, every=0.005)
             await asyncio.sleep(chance.uniform(0.0, 0.06))
 
@@ -161,7 +166,7 @@ def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
                 return
 
     async def scenario() -> None:
-        async with losing(postgres_server, postgres_url) as (scene, loser):
+        async with losing(postgres_server, postgres_url, "reply") as (scene, loser):
             assert loser.proxy is not None
             working = asyncio.create_task(scene.app.work(lease=2.0, concurrency=5))
             under_fire = asyncio.create_task(lose(loser.proxy))

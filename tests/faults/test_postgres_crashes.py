@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 from fault_scene import Scene, run, until
 
-from onefold import StoreUnavailableError, execution, limits
+from onefold import Context, StoreUnavailableError, execution, limits
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.stores.postgres import PostgresStore, connection, link
 from onefold.testing import FakeClock
@@ -164,6 +165,59 @@ def test_each_session_is_ended_in_its_turn(postgres_server: PostgresServer, post
     for what in ("LISTEN", "lease_until", "INSERT INTO onefold.message", "onefold.outcome"):
         assert what in text, f"no session that was ended had done {what}"
 
+
+def test_a_statement_that_waited_longer_than_its_transaction_may_last_is_not_run(
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults 4 and 34: a handler's first statement is lost, and the server comes back too late for its transaction."""
+    monkeypatch.setattr(limits, "TRANSACTION_SECONDS_MAX", 0.3)
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", postgres_server.port) as proxy:
+            scene = Scene(PostgresStore(proxy.through(postgres_url)))
+            other = Scene(PostgresStore(postgres_url), journal=scene.journal)
+            runs: Counter[str] = Counter()
+
+            @scene.app.middleware
+            async def cut_off(ctx: Context, proceed: Any) -> Any:
+                runs[ctx.message.subject] += 1
+                if ctx.message.message_type == "pay" and runs[ctx.message.subject] == 1:
+                    await proxy.switch("refuse")
+                    asyncio.get_running_loop().call_later(1.0, back.set)
+                    proxy.lose_next_request()
+                return await proceed()
+
+            await other.prepare()
+            async with scene.app, other.app:
+                # What is lost may be somebody else's request instead; then the handler does not run again.
+                for number in range(TRIES_MAX):
+                    back = asyncio.Event()
+                    await other.send("pay", f"k{number}")
+                    working = asyncio.create_task(scene.app.work())
+                    await back.wait()
+                    await proxy.switch("pass")
+                    await until(other.ended)
+                    scene.app.stop_working()
+                    await working
+                    if runs[f"k{number}"] > 2:  # its child has the same subject
+                        break
+                else:
+                    raise AssertionError("no handler lost its first statement")
+                await other.verdict()
+                async with await psycopg.AsyncConnection.connect(postgres_url) as direct:
+                    left = await (await direct.execute(LEFT_OPEN)).fetchall()
+                assert left == [], "a statement that came too late began a transaction that nobody ends"
+
+    run(scenario)
+
+
+#: How often something is tried that depends on who comes first.
+TRIES_MAX = 5
+
+LEFT_OPEN = """
+    SELECT query FROM pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%'
+"""
 
 SESSIONS = """
     SELECT pid, query FROM pg_stat_activity

@@ -32,6 +32,7 @@ GIVEN: dict[str, Any] = {
     "lease": 1,
     "worker": "w",
     "suspect_after": 2,
+    "call": 1,
     "crashes_most": 0,
     "crashes": 1,
     "after": FIRST_ID,
@@ -66,6 +67,7 @@ def plan_of(url: str, statement: str) -> str:
     [
         ("claim", "delivery_due"),
         ("claim_crashed", "delivery_crashed"),
+        ("claim_again", "delivery_lease"),
         ("find_worker", "delivery_lease"),
         ("find_crashed", "delivery_crashed"),
     ],

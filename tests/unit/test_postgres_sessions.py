@@ -121,6 +121,29 @@ def test_whichever_reply_is_lost_puts_and_settles_happen_once(postgres_url: str)
     run(scenario)
 
 
+def test_a_claim_whose_answer_is_lost_returns_what_it_took(postgres_url: str) -> None:
+    """Fault 9: the leases are not left to run out, and nobody is blamed for a crash that was none."""
+
+    async def scenario() -> None:
+        loser = Loser()
+        async with opened(postgres_url, trace=loser) as store:
+            for at in itertools.count(1):
+                loser.at = None
+                await store.put([envelope(f"{at}:{n}") for n in range(3)])
+                loser.at, loser.seen, loser.lost = at, 0, ""
+                leases = await claim(store, 2)
+                loser.at = None
+                assert (await store.count())["default"] == Counts(scheduled=1, leased=2)
+                leases += await claim(store)
+                assert len({lease.id for lease in leases}) == 3
+                assert await store.settle([(lease, Done(b"1")) for lease in leases]) == [True] * 3
+                if not loser.lost:
+                    break
+            assert at > 2
+
+    run(scenario)
+
+
 async def _expect_and_clear(store: PostgresStore, **expected: int) -> None:
     counts = (await store.count())["default"]
     assert {name: getattr(counts, name) for name in expected} == expected

@@ -14,6 +14,8 @@ from onefold.envelope import Envelope
 from onefold.step import Step, StepKind
 from onefold.store import Lease, Parked, Query, State
 from onefold.stores.postgres import PostgresStore
+from onefold.stores.postgres.arrays import bigints, blobs, ids, teach, texts
+from onefold.stores.postgres.statements import SQL
 from onefold.testing import HastyClock
 from onefold.testing.contracts.bench import ACT, DEAD
 
@@ -151,3 +153,57 @@ def test_an_owner_records_only_while_nobody_takes_over(postgres_url: str) -> Non
 async def _cancel(store: PostgresStore, lease: Lease) -> list[str]:
     async with store.transaction() as transaction:
         return await transaction.move([lease.id], State.CANCELLED, ACT)
+
+
+GIVEN = {
+    "now": None,
+    "id": "00000000-0000-7000-8000-000000000001",
+    "ids": ids(["00000000-0000-7000-8000-000000000001"]),
+    "fences": bigints([2]),
+    "names": texts(["a#1"]),
+    "kinds": bigints([0]),
+    "counts": bigints([1]),
+    "seqs": bigints([1]),
+    "fingerprints": blobs([b""]),
+    "values": blobs([b"1"]),
+    "attempts": bigints([1]),
+    "targets": bigints([1]),
+    "delays": bigints([1]),
+    "never": limits.INSTANT_MAX,
+    "failures": blobs([None]),
+    "workers": texts(["w"]),
+    "actor": "ada",
+    "reason": "a test",
+}
+STATEMENTS = [
+    "settle_park",
+    "record_by_owner",
+    "record_by_others",
+    "record_wake",
+    "record_by_hand",
+    "record_stands",
+    "rewind",
+    "rewind_steps",
+    "rewind_parts",
+    "move_resume",
+    "move_reply",
+    "steps",
+    "parts",
+]
+
+
+def test_on_used_tables_every_statement_on_journals_goes_by_an_index(postgres_url: str) -> None:
+    async def scenario(store: PostgresStore, lease: Lease) -> None:
+        for number in range(20):
+            steps = [Step(f"a#{number}-{n}", StepKind.RESULT, b"1") for n in range(100)]
+            await store.record(lease, steps)
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            for table in ("step", "blob", "delivery", "outcome", "message"):
+                connection.execute(f"ANALYZE onefold.{table}")  # type: ignore[arg-type]
+            teach(connection)
+            connection.execute("SET enable_seqscan = off")  # as on our own connections, which plan on empty tables
+            for name in STATEMENTS:
+                rows = connection.execute(f"EXPLAIN {SQL[name]}", GIVEN).fetchall()  # type: ignore[arg-type]
+                assert "Seq Scan on" not in "\n".join(row[0] for row in rows), name
+
+    run(postgres_url, scenario)

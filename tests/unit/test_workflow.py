@@ -446,6 +446,28 @@ def test_steps_may_send_and_use_transactions(sqlite_bench: Bench) -> None:
     bench.run(scenario)
 
 
+def test_a_step_cannot_use_its_run(sqlite_bench: Bench) -> None:
+    bench = sqlite_bench
+
+    @bench.app.workflow
+    async def flow(run: Run) -> str:
+        async def step() -> None:
+            await run.sleep(1.0)
+
+        try:
+            await run.options(retry=RetryPolicy(max_attempts=1)).step(step)
+        except StepError as error:
+            return error.error_type
+        return "never"
+
+    async def scenario() -> None:
+        receipt = await flow.send()
+        await bench.work()
+        assert await receipt.result() == "onefold.errors.HandlerError"
+
+    bench.run(scenario)
+
+
 def test_effects_of_steps_are_kept_under_the_name_of_their_step(bench: Bench) -> None:
     """B20: a crash in a step does not repeat the call, and two steps have different upstream keys."""
     calls: list[str] = []

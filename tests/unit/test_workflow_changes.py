@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from onefold import App, Context, Run, State, Workflow
@@ -229,6 +230,23 @@ def test_a_run_stays_with_the_version_it_was_started_with(bench: Bench) -> None:
             await old_app.work(until_idle=True)
             assert await one.result() == 1
             assert bench.app.tasks["flow"] is both[2]
+
+    bench.run(scenario)
+
+
+def test_a_run_from_elsewhere_goes_to_the_newest_version(sqlite_bench: Bench) -> None:
+    """A sender that knows nothing of pinning says only what is to be run."""
+    bench = sqlite_bench
+    both = versions(bench.app, 1, 2)
+
+    async def scenario() -> None:
+        for version, schema_version in ((1, 1), (2, 2)):
+            sent, receipt = bench.app._prepare(both[version].call(), None, 0)
+            await bench.app.store.put([msgspec.structs.replace(sent, pinned=False)])
+            assert sent.schema_version == schema_version
+            await bench.app.signal(receipt.id, "go")
+        await bench.work()
+        assert sorted(record.result or b"" for record in await bench.messages()) == [b"1", b"2"]
 
     bench.run(scenario)
 

@@ -54,7 +54,7 @@ class Proxy:
         self._seconds = 0.0
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
-        self._losing_next = False
+        self._losing_next: Literal["request", "reply"] | None = None
 
     async def __aenter__(self) -> Self:
         await self._listen()
@@ -88,14 +88,18 @@ class Proxy:
         for pair in list(self._pairs):
             pair.reset()
 
+    def lose_next_request(self) -> None:
+        """Swallow the next request on whichever connection, and reset that connection."""
+        self._losing_next = "request"
+
     def lose_next_reply(self) -> None:
         """Carry the next request to the server, wait until it was answered, swallow the answer, reset the client."""
-        self._losing_next = True
+        self._losing_next = "reply"
 
     @property
     def losing(self) -> bool:
-        """Whether a reply that is to be lost has not been lost yet."""
-        return self._losing_next or any(pair.losing for pair in self._pairs)
+        """Whether something that is to be lost has not been lost yet."""
+        return self._losing_next is not None or any(pair.losing for pair in self._pairs)
 
     def busiest_second(self) -> int:
         """Return how many connections were made within one second, in the second with the most of them."""
@@ -140,9 +144,9 @@ class Proxy:
             await writer.drain()
             await self._clock.sleep(self._seconds)
 
-    def take_losing(self) -> bool:
-        """Whether the reply to the request at hand is the one to lose."""
-        losing, self._losing_next = self._losing_next, False
+    def take_losing(self) -> Literal["request", "reply"] | None:
+        """Say what is to be lost of the request at hand, once."""
+        losing, self._losing_next = self._losing_next, None
         return losing
 
 
@@ -185,7 +189,11 @@ class _Pair:
                 if self._requests_lost:
                     await self.swallow(self._reader)
                     return
-                self.losing |= self._proxy.take_losing()
+                losing = self._proxy.take_losing()
+                if losing == "request":
+                    self.reset()
+                    return
+                self.losing |= losing == "reply"
                 server.write(data)
                 await server.drain()
         except OSError:

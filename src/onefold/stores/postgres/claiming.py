@@ -8,11 +8,9 @@ Whoever leaves something before that place, such as a message handed back, says 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
-from onefold.stores.postgres.session import Session
+from onefold.stores.postgres.session import Session, Wanted
 
 #: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
 NEAR_SECONDS = 0.25
@@ -72,33 +70,23 @@ class Claimer:
         """Something may have come back before the place where the last look ended."""
         self._everywhere.make_due()
 
-    async def claim(
-        self,
-        session: Session,
-        queues: Sequence[str],
-        *,
-        types: Sequence[str],
-        limit: int,
-        lease: float,
-        worker: str,
-        lane: Lane,
-    ) -> list[Lease]:
-        self._expired.seconds = min(max(lease / _EXPIRED_PER_LEASE, _EXPIRED_SECONDS_MIN), _EXPIRED_SECONDS_MAX)
+    async def claim(self, session: Session, wanted: Wanted, repeated: bool) -> list[Lease]:
+        self._expired.seconds = min(max(wanted.lease / _EXPIRED_PER_LEASE, _EXPIRED_SECONDS_MIN), _EXPIRED_SECONDS_MAX)
         await self._release_expired(session)
         began_at = _machine.steady()
         everywhere, further = self._everywhere.is_due() or self._exact, self._further.is_due()
         back = round((_FURTHER_BACK_SECONDS if further else NEAR_SECONDS) * MICROSECONDS)
-        seen = self._seen.setdefault((lane, tuple(types)), {})
-        floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in queues]
-        leases = await session.claim(queues, floors, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
+        seen = self._seen.setdefault((wanted.lane, tuple(wanted.types)), {})
+        floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in wanted.queues]
+        leases = await session.claim(wanted, floors, repeated)
         if everywhere:
             self._everywhere.done(began_at)
         if everywhere or further:
             self._further.done(began_at)
         for one in leases:  # in the order of their due times, so the last of each queue remains
             seen[one.envelope.queue] = one.envelope.due_at
-        if len(leases) < limit and self._ahead is not None:
-            seen.update(dict.fromkeys(queues, began_at + self._ahead))
+        if len(leases) < wanted.limit and self._ahead is not None:
+            seen.update(dict.fromkeys(wanted.queues, began_at + self._ahead))
         return leases
 
     async def _release_expired(self, session: Session) -> None:

@@ -198,7 +198,8 @@ picked AS MATERIALIZED (
 taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
-        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END, wake_target = NULL
+        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END, wake_target = NULL,
+        call = %(call)s::bigint
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
     RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake
 )
@@ -227,7 +228,7 @@ picked AS MATERIALIZED (
 taken AS (
     UPDATE onefold.delivery
     SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
-        worker = %(worker)s::text, started = 1, wake_target = NULL
+        worker = %(worker)s::text, started = 1, wake_target = NULL, call = %(call)s::bigint
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
     RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake
 )
@@ -236,6 +237,16 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+
+-- name: claim_again
+-- After a lost answer: what that call of claim has taken, if it did.
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    d.due_at, d.expires_at, d.fence - 1, d.attempt, d.crashes, d.replay_count, d.wake,
+    d.lease_until - %(lease)s::bigint
+FROM onefold.delivery d
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
+WHERE d.state = 1 AND d.lease_until > 0 AND d.call = %(call)s::bigint
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.

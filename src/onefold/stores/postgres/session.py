@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from onefold import limits
@@ -43,6 +44,20 @@ _NO_LIMIT = 2**31 - 1
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one call of claim asks for."""
+
+    queues: Sequence[str]
+    types: Sequence[str]
+    limit: int
+    lease: float
+    worker: str
+    lane: Lane
+    #: By which it is known should its answer be lost.
+    call: int
 
 
 class Session:
@@ -97,31 +112,28 @@ class Session:
         now, released = rows[0]
         return now, released
 
-    async def claim(
-        self,
-        queues: Sequence[str],
-        floors: Sequence[int],
-        *,
-        types: Sequence[str],
-        limit: int,
-        lease: float,
-        worker: str,
-        lane: Lane,
-    ) -> list[Lease]:
-        """Take due messages; of each queue only those that were due at its floor or later."""
+    async def claim(self, wanted: Wanted, floors: Sequence[int], repeated: bool) -> list[Lease]:
+        """Take due messages; of each queue only those that were due at its floor or later.
+
+        A ``repeated`` call, whose first answer was lost, returns what it took then.
+        """
+        queues, worker, lane = wanted.queues, wanted.worker, wanted.lane
         parameters: dict[str, Any] = {
             "now": self._now,
             "queues": texts(queues),
             "floors": bigints(floors),
-            "types": texts(types),
-            "limit": limit,
-            "lease": round(lease * MICROSECONDS),
+            "types": texts(wanted.types),
+            "limit": wanted.limit,
+            "lease": round(wanted.lease * MICROSECONDS),
             "worker": worker,
+            "call": wanted.call,
             "crashes_most": 0 if lane is Lane.MAIN else _NO_LIMIT,
             # Whoever runs lanes reports by itself what was running when a process died.
             "suspect_after": limits.SUSPECT_AFTER if lane is Lane.ANY else _NO_LIMIT,
         }
-        rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
+        rows = await self.wire.rows("claim_again", parameters) if repeated else []
+        if not rows:
+            rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
         if len(queues) > 1:
             place = {queue: number for number, queue in enumerate(queues)}
             rows.sort(key=lambda row: (place[row[3]], row[12], row[0]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from onefold.clock import Clock
+from onefold.clock import Clock, system_random
 from onefold.envelope import Envelope
 from onefold.errors import CommitUnknownError, StoreError
 from onefold.step import Step
@@ -43,7 +43,7 @@ from onefold.stores.postgres.faults import BlockedError
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
 from onefold.stores.postgres.restoring import restore
-from onefold.stores.postgres.session import Session
+from onefold.stores.postgres.session import Session, Wanted
 from onefold.stores.postgres.settlements import Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
 from onefold.stores.postgres.steps import Recording
@@ -61,6 +61,10 @@ from onefold.stores.steps import is_large, or_lost
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
+#: Enough that no two calls of claim that are remembered are known by the same number.
+_CALL_BITS = 62
+
+_chance = system_random()
 
 
 class PostgresStore:
@@ -281,10 +285,10 @@ class PostgresStore:
         worker: str,
         lane: Lane = Lane.ANY,
     ) -> list[Lease]:
-        async def work(wire: Wire, _: bool) -> list[Lease]:
-            return await self._claimer.claim(
-                self._session(wire), queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane
-            )
+        wanted = Wanted(queues, types, limit, lease, worker, lane, _chance.getrandbits(_CALL_BITS))
+
+        async def work(wire: Wire, repeated: bool) -> list[Lease]:
+            return await self._claimer.claim(self._session(wire), wanted, repeated)
 
         return await self._use("claim").run(work)
 

@@ -46,6 +46,8 @@ CREATE TABLE onefold.delivery (
     -- How much others have recorded for it; and, only while it is parked, at how much it is due.
     wake integer NOT NULL DEFAULT 0,
     wake_target bigint,
+    -- Which call of claim took it, so that a lost answer can be asked for again.
+    call bigint,
     queue text COLLATE "C" NOT NULL,
     message_type text COLLATE "C" NOT NULL,
     worker text,
