@@ -342,7 +342,6 @@ def _reserved(key: str) -> str:
     return f"begins with {prefix!r}, which marks messages {'without a key' if prefix is UNKEYED else 'of a schedule'}"
 
 
-
 def takes_first(function: Callable[..., Any], kind: str, plain: str) -> bool:
     """Whether the first parameter is of this kind: by its type hint, or without one by its name."""
     for parameter in inspect.signature(function).parameters.values():

@@ -18,7 +18,6 @@ from onefold import (
     TransactionTooLongError,
     limits,
 )
-
 from onefold.clock import give_way
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from onefold.app import App
+from onefold.context import Context
 from onefold.errors import Reject, Retry, Snooze, StoreUnavailableError
 from onefold.inspection import DeadLetter
 from onefold.registry import Task
@@ -19,7 +20,6 @@ from onefold.retry import RetryPolicy
 from onefold.store import Query, Record
 from onefold.testing.checker import Journal
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-from onefold.context import Context
 
 #: The world's own tables: what handlers do, and what producers write together with what they send.
 TABLES = (

@@ -46,15 +46,13 @@ class Patience:
         return self._waited < BUSY_SECONDS_MAX
 
 
-def open_connection(
-    path: str, *, synchronous: str, patience: Patience, trace: Trace | None = None, vfs: str | None = None
-) -> apsw.Connection:
+def open_connection(path: str, *, synchronous: str, patience: Patience, trace: Trace | None = None) -> apsw.Connection:
     """Open the file with the settings the promise rests on, and read them back.
 
     Raises ``SchemaError`` for a file that is not a sound SQLite database; nothing is ever written over one.
     """
     try:
-        connection = apsw.Connection(path, vfs=vfs)
+        connection = apsw.Connection(path)
         try:
             _set_up(connection, path, synchronous, patience)
         except BaseException:

@@ -86,6 +86,8 @@ class Round:
         self.rows = 0
         self.calls = False
         self.told: list[Told] = []
+        #: Whether somebody's statement took the work of others with it.
+        self.spoiled = False
         self._last = False
 
     def add_write(self, write: Write) -> None:
@@ -207,6 +209,7 @@ class Round:
         self._link.abandon(error)
         if not isinstance(error, (*BREAKING, apsw.BusyError, StoreUnavailableError)):
             # It is somebody else's mistake, which must not be counted against them.
+            self.spoiled = bool(self._kept)
             error = StoreUnavailableError("a commit shared with others was rolled back; trying again is safe")
         self.told += [(future, None, error) for future, _, _ in self._kept]
         self._kept.clear()

@@ -61,7 +61,6 @@ class SQLiteStore:
     """Messages in one file on a local disk; ``:memory:`` for tests.
 
     ``inline`` runs every call where it is made instead of in a thread, for simulations.
-    ``vfs`` names another way to the file system, registered with apsw, for tests of what may go wrong there.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class SQLiteStore:
         inline: bool = False,
         boot: str | None = None,
         trace: Trace | None = None,
-        vfs: str | None = None,
     ) -> None:
         if synchronous not in ("OFF", "NORMAL", "FULL", "EXTRA"):
             raise ConfigurationError(f"synchronous is {synchronous!r}; SQLite knows OFF, NORMAL, FULL and EXTRA")
@@ -83,7 +81,6 @@ class SQLiteStore:
         self._inline = inline
         self._boot = boot or boot_id()
         self._trace = trace
-        self._vfs = vfs
         self._memory = path == ":memory:"
         self._opened = False
         #: Whether the last claim found something, so that the next one need not look first.
@@ -123,9 +120,7 @@ class SQLiteStore:
         return Reader(self._connect, self._clock, runner, Patience(allowed=not self._inline))
 
     def _connect(self, patience: Patience) -> apsw.Connection:
-        return open_connection(
-            self.path, synchronous=self._synchronous, patience=patience, trace=self._trace, vfs=self._vfs
-        )
+        return open_connection(self.path, synchronous=self._synchronous, patience=patience, trace=self._trace)
 
     async def close(self) -> None:
         if not self._opened or self._home.abroad:

@@ -37,6 +37,8 @@ _TURNS_TOGETHER_MAX = 64
 _TURNS_TOGETHER_MICROS = 10_000
 #: Turns share a commit only while they are this short: one that waits for something would make the others wait too.
 _SHORT_TURN_MICROS = 5_000
+#: A statement that rolled everybody back counts as a turn this long: for some fifty turns nobody shares a commit.
+_SPOILED_MICROS = 1_000_000
 #: So many rows are written on the event loop within about a millisecond.
 _HERE_ROWS_MAX = 64
 #: Commits are made on the event loop while they take no longer than this.
@@ -196,6 +198,8 @@ class Writer:
                 future.set_result(answer)
             else:
                 future.set_exception(error)
+        if round_.spoiled:
+            self._turn_micros = _SPOILED_MICROS
         if self._link.checkpoint_due:
             self._runner.submit(self._checkpoint)
         else:
