@@ -111,6 +111,15 @@ class Round:
         """
         self._link.patience.allowed = patient
         self._last = patient or last
+        try:
+            return self._run()
+        except BaseException as error:  # a defect of ours: whoever waits must hear of it
+            self._lose(error)
+            for step in self.steps:
+                self.told += [(one.future, None, error) for one in (step if isinstance(step, list) else step[1:])]
+            raise
+
+    def _run(self) -> bool:
         while self.steps:
             step = self.steps.popleft()
             if not (self._run_writes(step) if isinstance(step, list) else self._run_call(*step)):

@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 #: White space and comments before a statement, then its first word if that would end the transaction or nest one.
 _CONTROL = re.compile(
-    r"(?:[\s;\ufeff]|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*(BEGIN|COMMIT|END|ROLLBACK|SAVEPOINT|RELEASE)\b",
+    r"(?>[\s;\ufeff]|--[^\n]*+|/\*.*?(?:\*/|\Z))*+(BEGIN|COMMIT|END|ROLLBACK|SAVEPOINT|RELEASE)\b",
     re.IGNORECASE | re.DOTALL,
 )
 
