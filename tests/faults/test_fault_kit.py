@@ -108,6 +108,20 @@ def test_a_connection_that_lost_bytes_stays_silent_and_others_do_not() -> None:
     run(scenario)
 
 
+def test_what_was_held_back_arrives_afterwards() -> None:
+    async def scenario() -> None:
+        async with proxied() as (proxy, echo):
+            client = await Client.connect(proxy)
+            await proxy.switch("hold")
+            asked = asyncio.create_task(client.ask(b"late"))
+            await asyncio.wait([asked], timeout=SILENCE_SECONDS)
+            assert echo.heard == []
+            await proxy.switch("pass")
+            assert await asked == b"late"
+
+    run(scenario)
+
+
 def test_one_way_lets_requests_through_and_no_answers() -> None:
     async def scenario() -> None:
         async with proxied() as (proxy, echo):

@@ -295,7 +295,7 @@ def test_of_writes_that_share_a_commit_one_can_fail_without_the_others(play: Pla
 
 
 @pytest.mark.parametrize("word", ["BEGIN", "COMMIT", "END", "ROLLBACK", "SAVEPOINT mine", "RELEASE mine"])
-@pytest.mark.parametrize("before", ["", "  \n", "-- a comment\n", "/* one */ ; ", "\ufeff", "SELECT 1; "])
+@pytest.mark.parametrize("before", ["", "  \n", "-- a comment\n", "/* * one */ ; " * 40, "\ufeff", "SELECT 1; "])
 def test_the_callers_sql_cannot_end_the_transaction(play: Play, before: str, word: str) -> None:
     async def scenario(made: Stage) -> None:
         async def break_out(text: str) -> None:
@@ -329,11 +329,20 @@ def test_words_that_only_look_like_the_end_are_the_callers_business(play: Play) 
 
 def test_a_small_write_is_made_on_the_event_loop_while_commits_are_fast(play: Play) -> None:
     async def scenario(made: Stage) -> None:
+        lease, other = await made.leased(), await made.leased()
+        made.tracer.clear()
         await made.put("a")
         assert made.tracer.here
-        made.tracer.clear()
-        await made.store.put([made.message() for _ in range(200)])
-        assert not made.tracer.here
+        children = tuple(made.message() for _ in range(200))
+        for large in (
+            made.store.put([made.message() for _ in range(200)]),
+            made.store.put([made.message(payload=b'"' + b"x" * 90_000 + b'"') for _ in range(4)]),
+            made.store.settle([(lease, Done(b"1", sends=children))]),
+            made.store.settle([(other, Done(b'"' + b"x" * 900_000 + b'"'))]),
+        ):
+            made.tracer.clear()
+            await large
+            assert not made.tracer.here
         made.tracer.clear()
         made.sqlite._writer._link.commit_micros = 50_000
         await made.put("b")

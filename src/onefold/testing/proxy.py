@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from onefold.clock import MICROSECONDS, Clock, SystemClock
 
-Mode = Literal["pass", "blackhole", "one-way", "latency", "trickle", "reset", "refuse"]
+Mode = Literal["pass", "hold", "blackhole", "one-way", "latency", "trickle", "reset", "refuse"]
 
 _CHUNK = 65_536
 #: On "trickle", so many bytes of a reply arrive at a time.
@@ -36,6 +36,7 @@ class Proxy:
     """Carries connections to one server, as long as its block lasts.
 
     ``pass``: as if it were not there.
+    ``hold``: every byte is held back, in both directions, and arrives when the mode changes, as after a partition.
     ``blackhole``: connections are accepted and every byte is swallowed, in both directions.
     ``one-way``: requests arrive, replies do not.
     ``latency``: every reply comes ``seconds`` later.  ``trickle``: replies come in drops, ``seconds`` apart.
@@ -54,6 +55,7 @@ class Proxy:
         self._seconds = 0.0
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
+        self._changed = asyncio.Event()
         self._losing_next: Literal["request", "reply"] | None = None
 
     async def __aenter__(self) -> Self:
@@ -76,6 +78,8 @@ class Proxy:
     async def switch(self, mode: Mode, *, seconds: float = 0.0) -> None:
         """Change how the network behaves, from the next byte on, for old and new connections."""
         self.mode, self._seconds = mode, seconds
+        self._changed.set()
+        self._changed = asyncio.Event()
         if mode == "refuse":
             self._stop_listening()
         elif self._server is None:
@@ -128,8 +132,14 @@ class Proxy:
         """A connection is over."""
         self._pairs.discard(pair)
 
+    async def before_request(self) -> None:
+        """Wait as long as a request takes to arrive."""
+        while self.mode == "hold":
+            await self._changed.wait()
+
     async def before_reply(self) -> None:
         """Wait as long as a reply takes to arrive."""
+        await self.before_request()
         if self.mode == "latency":
             await self._clock.sleep(self._seconds)
 
@@ -185,6 +195,7 @@ class _Pair:
     async def _requests(self, server: asyncio.StreamWriter) -> None:
         try:
             while data := await self._reader.read(_CHUNK):
+                await self._proxy.before_request()
                 self._requests_lost |= self._proxy.mode == "blackhole"
                 if self._requests_lost:
                     await self.swallow(self._reader)

@@ -111,15 +111,6 @@ class Round:
         """
         self._link.patience.allowed = patient
         self._last = patient or last
-        try:
-            return self._run()
-        except BaseException as error:  # a defect of ours: whoever waits must hear of it
-            self._lose(error)
-            for step in self.steps:
-                self.told += [(one.future, None, error) for one in (step if isinstance(step, list) else step[1:])]
-            raise
-
-    def _run(self) -> bool:
         while self.steps:
             step = self.steps.popleft()
             if not (self._run_writes(step) if isinstance(step, list) else self._run_call(*step)):
@@ -139,7 +130,7 @@ class Round:
             self._refuse(writes, error)
             return True
         try:
-            answers = _run_together(self._link.session, writes)
+            answered = _run_together(self._link.session, writes)
             self._link.keep(nested)
         except BaseException as error:
             if self._undo(error, nested) and len(writes) > 1:
@@ -148,7 +139,7 @@ class Round:
             else:
                 self._refuse(writes, error)
             return True
-        self._kept += [(one.future, answer, None) for one, answer in zip(writes, answers, strict=True)]
+        self._kept += answered
         return True
 
     def _run_call(self, part: Part, call: Call) -> bool:
@@ -224,13 +215,18 @@ class Round:
         self._kept.clear()
 
 
-def _run_together(session: Session, writes: list[Write]) -> list[Any]:
-    """Return the answer to each of several writes of one kind."""
+def _run_together(session: Session, writes: list[Write]) -> list[Told]:
+    """Answer several writes of one kind by one run of it."""
     first = writes[0]
     if first.items is None:
-        return [first.operation(session)]
+        return [(first.future, first.operation(session), None)]
     if len(writes) == 1:
-        return [first.operation(session, first.items)]
+        return [(first.future, first.operation(session, first.items), None)]
     answers = first.operation(session, [item for one in writes for item in one.items or ()])
-    ends = iter(answers)
-    return [[next(ends) for _ in one.items or ()] for one in writes]
+    told: list[Told] = []
+    start = 0
+    for one in writes:
+        end = start + len(one.items or ())
+        told.append((one.future, answers[start:end], None))
+        start = end
+    return told

@@ -5,8 +5,8 @@ Everything here and there is plain blocking code inside a transaction that the w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import apsw
 import msgspec
@@ -17,13 +17,26 @@ from onefold.stores.sql import load_statements
 SQL = load_statements("onefold.stores.sqlite")
 
 Row = tuple[Any, ...]
+Item = TypeVar("Item")
 
 _encode = msgspec.json.Encoder().encode
+
+#: So many rows are written within about half a millisecond.
+FEW_ROWS = 64
+#: A row of ordinary size; a larger one takes as long as several.
+_ROW_BYTES = 4_096
 
 
 def as_json(values: Sequence[Any]) -> str:
     """Write a list for ``json_each``, so that one statement serves many rows."""
     return _encode(values).decode()
+
+
+def rows_for(items: Sequence[Item], body: Callable[[Item], bytes | None]) -> int:
+    """Return how many rows of ordinary size these are, large as they may be; exactly only if they are few."""
+    if len(items) > FEW_ROWS:
+        return len(items)
+    return sum(1 + len(body(item) or b"") // _ROW_BYTES for item in items)
 
 
 class Session:

@@ -10,7 +10,7 @@ from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, S
 from onefold.stores.rows import encode_failure
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.putting import put_sends
-from onefold.stores.sqlite.session import Row, Session, as_json
+from onefold.stores.sqlite.session import FEW_ROWS, Row, Session, as_json, rows_for
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.steps import notes_of
 
@@ -36,6 +36,21 @@ def settle(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> li
         session.each("settle_attempt", failed)
     _tell_others(session, held, now)
     return won
+
+
+def rows_in(settlements: Sequence[tuple[Lease, Outcome]]) -> int:
+    """Return how much settling these writes, with everything that goes with them; exactly only if they are few."""
+    total = rows_for(settlements, lambda one: one[1].result if isinstance(one[1], Done) else None)
+    if total > FEW_ROWS:
+        return total
+    for _, outcome in settlements:
+        if isinstance(outcome, Done | Dead | Parked):
+            total += rows_for(outcome.sends, lambda e: e.payload_inline)
+        if isinstance(outcome, Done | Parked):
+            total += rows_for(outcome.notes, lambda note: note.step.value)
+        if isinstance(outcome, Parked):
+            total += rows_for(outcome.steps, lambda step: step.value)
+    return total
 
 
 def settle_all(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:

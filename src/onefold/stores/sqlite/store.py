@@ -43,8 +43,8 @@ from onefold.stores.sqlite.reader import Reader, fetch
 from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
-from onefold.stores.sqlite.session import Row, Session
-from onefold.stores.sqlite.settling import settle
+from onefold.stores.sqlite.session import Row, Session, rows_for
+from onefold.stores.sqlite.settling import rows_in, settle
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.sqlite.transaction import SQLiteTransaction, may_bring_work
 from onefold.stores.sqlite.wake import Wake
@@ -168,22 +168,24 @@ class SQLiteStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         self._refuse_misuse()
+        rows = rows_for(envelopes, lambda e: e.payload_inline)
         if options == KEEP:
-            stored = await self._translate(self._writer.write_each(put, envelopes))
+            stored = await self._translate(self._writer.write_each(put, envelopes, rows=rows))
         else:
-            stored = await self._write(lambda session: put(session, envelopes, options), rows=len(envelopes))
+            stored = await self._write(lambda session: put(session, envelopes, options), rows=rows)
         self._wake.ring()
         return stored
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._refuse_misuse()
-        won = await self._translate(self._writer.write_each(settle, settlements))
+        won = await self._translate(self._writer.write_each(settle, settlements, rows=rows_in(settlements)))
         if may_bring_work(settlements):
             self._wake.ring()
         return won
 
     async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
-        recorded = or_lost(owner, await self._write(lambda session: record(session, owner, steps), rows=len(steps)))
+        rows = rows_for(steps, lambda step: step.value)
+        recorded = or_lost(owner, await self._write(lambda session: record(session, owner, steps), rows=rows))
         if isinstance(owner, str):
             self._wake.ring()
         return recorded

@@ -24,7 +24,7 @@ from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
 from onefold.stores.sqlite.runner import Runner, tell
-from onefold.stores.sqlite.session import Session
+from onefold.stores.sqlite.session import FEW_ROWS, Session
 
 Answer = TypeVar("Answer")
 
@@ -39,8 +39,6 @@ _TURNS_TOGETHER_MICROS = 10_000
 _SHORT_TURN_MICROS = 5_000
 #: A statement that rolled everybody back counts as a turn this long: for some fifty turns nobody shares a commit.
 _SPOILED_MICROS = 1_000_000
-#: So many rows are written on the event loop within about a millisecond.
-_HERE_ROWS_MAX = 64
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
 
@@ -84,15 +82,18 @@ class Writer:
         await self._runner.run(self._link.open)
 
     async def write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
-        """Run an operation in a transaction that others may share; durable when it returns."""
+        """Run an operation in a transaction that others may share; durable when it returns.
+
+        ``rows`` says how much is written, counted in rows of ordinary size: little enough may be done on the loop.
+        """
         answer: Answer = await self._queue(Write(operation, None, rows, self._loop.create_future()))
         return answer
 
     async def write_each(
-        self, operation: Callable[[Session, Sequence[Any]], list[Answer]], items: Sequence[Any]
+        self, operation: Callable[[Session, Sequence[Any]], list[Answer]], items: Sequence[Any], *, rows: int
     ) -> list[Answer]:
         """Like ``write``, for one answer per item: callers with the same operation are served by one run of it."""
-        answers: list[Answer] = await self._queue(Write(operation, items, len(items), self._loop.create_future()))
+        answers: list[Answer] = await self._queue(Write(operation, items, rows, self._loop.create_future()))
         return answers
 
     def turn(self) -> Turn:
@@ -176,7 +177,7 @@ class Writer:
     def _fits_here(self, round_: Round) -> bool:
         """Whether this is done within a moment for sure: the caller's own statements are never."""
         fast = self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
-        return fast and not round_.calls and round_.rows <= _HERE_ROWS_MAX
+        return fast and not round_.calls and round_.rows <= FEW_ROWS
 
     def _run_there(self, round_: Round) -> None:
         """In the thread."""
