@@ -1,0 +1,177 @@
+"""Stages 6 to 9: the states of a message, the lease on it, and the outcomes that end a lease.
+
+Safety rests on the **fence**: an integer on each message that rises with every change of owner.
+Whoever writes for a message names the fence it was given, and a write with an old fence changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import msgspec
+
+from onefold import limits
+from onefold.envelope import Envelope
+from onefold.step import Note, Step
+
+
+class State(IntEnum):
+    """Where a message is in its life; the numbers are what the stores keep."""
+
+    SCHEDULED = 0
+    LEASED = 1
+    PARKED = 2
+    DONE = 3
+    DEAD = 4
+    CANCELLED = 5
+    DISCARDED = 6
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to the message by itself."""
+        return self >= State.DONE
+
+
+#: Every legal move, and who makes it.  The stores' SQL and constraints say the same; contract tests compare them.
+MOVES: Mapping[tuple[State | None, State], str] = {
+    (None, State.SCHEDULED): "put",
+    (State.SCHEDULED, State.LEASED): "claim",
+    (State.LEASED, State.LEASED): "claim, after the lease ran out",
+    (State.LEASED, State.SCHEDULED): "settle (again, hand back)",
+    (State.LEASED, State.PARKED): "settle (parked)",
+    (State.PARKED, State.SCHEDULED): "record by somebody else, or operator",
+    (State.PARKED, State.LEASED): "claim, when its time has come",
+    (State.LEASED, State.DONE): "settle",
+    (State.LEASED, State.DEAD): "settle",
+    (State.SCHEDULED, State.CANCELLED): "operator",
+    (State.PARKED, State.CANCELLED): "operator",
+    (State.LEASED, State.CANCELLED): "operator, by raising the fence",
+    (State.DEAD, State.SCHEDULED): "operator (redrive)",
+    (State.DEAD, State.DISCARDED): "operator (discard)",
+}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why an attempt did not succeed, as kept with the attempt and with a dead letter."""
+
+    reason: str
+    error_type: str
+    error_message: str
+    stack: str = ""
+    status_code: int | None = None
+
+
+class Lease(msgspec.Struct, frozen=True, gc=False):
+    """The right to settle one message, until somebody takes it over."""
+
+    envelope: Envelope
+    fence: int
+    #: This run's number, counted from 1; crashes and snoozes do not count.
+    attempt: int
+    #: How often a worker died while this message may have been running.
+    crashes: int
+    replay_count: int
+    claimed_at: int
+    worker: str
+    #: How much others had recorded for it when it was claimed; see ``Parked``.
+    wake: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.envelope.id
+
+
+class Fenced(Protocol):
+    """What a lease is known by: a message and the fence it was claimed with."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def fence(self) -> int: ...
+
+
+class Lane(IntEnum):
+    """Which messages a worker takes: a supervisor runs those that may have killed a worker apart from the others."""
+
+    ANY = 0
+    #: Only messages that no worker died with.
+    MAIN = 1
+    #: Only messages that a worker died with.
+    PROBATION = 2
+
+
+class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a child ended, as its parent's journal says it."""
+
+    id: str
+    state: State
+    result: msgspec.Raw = msgspec.Raw(b"null")
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It succeeded.  The result is kept as long as the key."""
+
+    result: bytes
+    sends: tuple[Envelope, ...] = ()
+    key_window: float = limits.KEY_WINDOW
+    body_retention: float = limits.MESSAGE_RETENTION
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """It is to run again after ``delay`` seconds; ``counted`` says whether this run used up an attempt.
+
+    ``crashed`` says that its process died while it ran: a crash is counted, apart from the attempts.
+    """
+
+    delay: float
+    failure: Failure | None
+    counted: bool = True
+    crashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """It will not run again by itself."""
+
+    failure: Failure
+    key_window: float = limits.KEY_WINDOW
+    body_retention: float = limits.DEAD_RETENTION
+    #: Whether a run failed; a message that expired or was quarantined did not run this time.
+    ran: bool = True
+    #: What tells others of the letter, in the same commit; see ``App.on_dead``.
+    sends: tuple[Envelope, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """It was not started, or was stopped for no fault of its own: as if it had never been claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """It waits without a worker: for ``delay`` seconds, for what others record, or for a person.
+
+    ``seen`` is the ``wake`` of the lease.  It is due as soon as others have recorded ``awaits`` more for it, and if
+    they have done so already it is not parked at all; 0 says that nothing they record would help.
+    Parking uses up no attempt, and a message that has parked does not expire.
+    """
+
+    delay: float | None
+    seen: int
+    awaits: int = 1
+    #: Why it waits, when that is for somebody to look at; kept with the attempts.
+    failure: Failure | None = None
+    steps: tuple[Step, ...] = ()
+    sends: tuple[Envelope, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+Outcome = Done | Again | Dead | HandBack | Parked
