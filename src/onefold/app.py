@@ -6,38 +6,30 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from datetime import datetime, timedelta
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from datetime import timedelta
+from typing import Any, TypeVar
 
-import msgspec
-
-from onefold import inspection, limits
-from onefold.announcing import DeadNotice, announced
-from onefold.batch import Batch, SyncBatch
-from onefold.blocking import SyncContext
+from onefold import limits
+from onefold.announcing import announced
 from onefold.bulk import put_all
-from onefold.clock import MICROSECONDS, Clock, SystemClock, new_id, system_random
-from onefold.context import Context
-from onefold.debounce import Debounced
+from onefold.clock import Clock, SystemClock, new_id, system_random
+from onefold.declaring import TaskVerbs
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings, worker_name
-from onefold.identity import KeySource
 from onefold.inside import current
-from onefold.inspection import DeadLetter
+from onefold.operating import OperatorVerbs
 from onefold.receipt import Receipt, Source
-from onefold.recurring import Keeper, Schedule, check_policy, template_of
-from onefold.registry import Call, Recurring, Registry, Task, TaskOptions, TaskSettings
+from onefold.recurring import Keeper
+from onefold.registry import Call, Registry, Task
 from onefold.running import WorkflowVerbs
-from onefold.schedule import Catchup
 from onefold.slots import Slots
-from onefold.store import Counts, Lease, Outcome, Progress, PutOptions, Query, Record, Store
+from onefold.store import Lease, Outcome, PutOptions, Query, Record, Store
 from onefold.stores import open_store
 from onefold.ticker import Ticker
-from onefold.timetable import make_timetable
 from onefold.tools import Middleware
 from onefold.transaction import AppTransaction, Buffer, JoinedSend, refuse_inside
 from onefold.work import Work
@@ -45,20 +37,16 @@ from onefold.worker import Worker
 
 logger = logging.getLogger("onefold")
 
-P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
-#: A task that is told of dead letters.
-Hook = Task[[DeadNotice], R]
 OnSend = Callable[[Envelope], Envelope]
 
 #: Where the store's URL is looked for when the app is made without one.
 URL_VARIABLE = "ONEFOLD_URL"
 
 
-class App(WorkflowVerbs):
+class App(TaskVerbs, WorkflowVerbs, OperatorVerbs):
     """Handlers and the store their messages rest in.
 
     ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.
@@ -89,93 +77,6 @@ class App(WorkflowVerbs):
         self._sources: dict[Task[Any, Any], Source[Any]] = {}
 
     # declaring
-
-    @overload
-    def task(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
-    @overload
-    def task(self, function: Callable[Concatenate[SyncContext, P], R], /) -> Task[P, R]: ...
-    @overload
-    def task(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
-    @overload
-    def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
-    @overload
-    def task(self, *, isolate: bool = False, **settings: Unpack[TaskOptions]) -> _Declare: ...
-    @overload
-    def task(self, *, batch: int, **settings: Unpack[TaskOptions]) -> _DeclareBatch: ...
-    def task(self, *function: Any, **settings: Any) -> Any:
-        """Declare a handler; everything about it that can be checked is checked here.
-
-        ``key`` says what the work is, as a template over the arguments or a function of them:
-        two sends with the same key are one piece of work, and its effect happens once while the key is kept
-        (exact on both stores).  Without one, every send is a piece of work of its own.
-        A coroutine function runs on the event loop, any other one in a thread; with ``isolate`` in a process, which
-        may die without harm to others.  With ``batch`` it gets up to so many messages at once.
-        """
-        declare = (_DeclareBatch if settings.get("batch") else _Declare)(self, TaskSettings(**settings))
-        return declare(*function) if function else declare
-
-    def recurring(
-        self,
-        expression: str | None = None,
-        /,
-        *,
-        timezone: str = "UTC",
-        every: timedelta | float | None = None,
-        mode: Literal["rate", "delay"] | None = None,
-        anchor: datetime | None = None,
-        catchup: Catchup | None = None,
-        window: timedelta | float | None = None,
-        isolate: bool = False,
-        **settings: Unpack[TaskOptions],
-    ) -> _Declare:
-        """Declare a task that is sent by itself: once per fire time, on however many machines workers run.
-
-        ``expression`` is a cron expression in a time zone; or ``every`` an interval, with ``mode="rate"`` at fixed
-        times counted from ``anchor`` (1970), or with ``mode="delay"`` so long after the last run has ended.
-        ``catchup`` says what becomes of fire times at which no worker was there: ``skip`` (the default) drops them,
-        ``last`` sends one for the latest, ``all`` sends each, none older than ``window``.
-        It can be sent by hand too, so its arguments need defaults.  Fire times are kept to about a second.
-        """
-        timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
-        policy = check_policy(timetable, catchup, window)
-        settled = TaskSettings(isolate=isolate, **settings)
-        return _Declare(self, settled, lambda task: Recurring(task, timetable, *policy))
-
-    def debounce(
-        self, task: Task[P, Any], *, key: KeySource, wait: timedelta | float, at_most: timedelta | float
-    ) -> Debounced[P]:
-        """Declare that triggers of a task become one message: ``await quiet.trigger(…)`` instead of ``task.send(…)``.
-
-        Triggers with the same ``key`` belong together.  The message is sent when none has come for ``wait``, at the
-        latest ``at_most`` after the first, with the arguments of the last.  With ``at_most`` equal to ``wait`` the time
-        does not move and the newest arguments win.
-        """
-        debounced = Debounced(task, lambda: self.store, self._prepare, key=key, wait=wait, at_most=at_most)
-
-        async def carry(ctx: Context, name: str) -> None:
-            await debounced.carry(ctx, name)
-
-        debounced.carrier = self.task(name=f"{task.name}.debounced", queue=task.queue, expires=None)(carry)
-        return debounced
-
-    @overload
-    def on_dead(self, function: Callable[[Context, DeadNotice], Awaitable[R]], /) -> Hook[R]: ...
-    @overload
-    def on_dead(self, function: Callable[[SyncContext, DeadNotice], R], /) -> Hook[R]: ...
-    @overload
-    def on_dead(self, function: Callable[[DeadNotice], Awaitable[R]], /) -> Hook[R]: ...
-    @overload
-    def on_dead(self, function: Callable[[DeadNotice], R], /) -> Hook[R]: ...
-    @overload
-    def on_dead(self, **settings: Unpack[TaskOptions]) -> _Declare: ...
-    def on_dead(self, *function: Any, **settings: Any) -> Any:
-        """Declare a task that is told of every dead letter: ``async def alert(letter: DeadNotice)``.
-
-        Its message leaves in the commit that makes the letter, so it is durable and retried like any other.
-        Whatever becomes of it, the letter stays; of its own dead letters nobody is told.
-        """
-        declare = _Declare(self, TaskSettings(**settings), hook=True)
-        return declare(*function) if function else declare
 
     def lifespan(self, opens: Lifespan) -> Lifespan:
         """Declare what a worker opens once and closes at the end; handlers find what it yields in ``ctx.resources``."""
@@ -426,140 +327,9 @@ class App(WorkflowVerbs):
         for worker in self._workers:
             worker.stop()
 
-    # recurring
-
-    async def schedule(
-        self,
-        call: Call[Any],
-        expression: str | None = None,
-        /,
-        *,
-        name: str,
-        timezone: str = "UTC",
-        every: timedelta | float | None = None,
-        mode: Literal["rate", "delay"] | None = None,
-        anchor: datetime | None = None,
-        catchup: Catchup | None = None,
-        window: timedelta | float | None = None,
-    ) -> Schedule:
-        """Make a schedule at run time, or change the one of this name; see ``recurring`` for what the options mean.
-
-        When it returns, the schedule is durable; saying the same again changes nothing.  Nothing of the past fires.
-        Workers in other processes know of it within a minute.
-        """
-        refuse_inside("schedule()")
-        timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
-        policy = check_policy(timetable, catchup, window)
-        if not self._registry.knows(call.task):
-            raise ConfigurationError(f"{call.task.name} belongs to another app; make its schedule there")
-        return await self._keeper().add(name, template_of(call), timetable, *policy)
-
-    async def unschedule(self, name: str) -> bool:
-        """Forget a schedule; True when it was there.  What it has sent stays.
-
-        One that is declared in code comes back with the next start of a worker that has it.
-        """
-        refuse_inside("unschedule()")
-        return await self._keeper().remove(name)
-
-    async def schedules(self) -> dict[str, Schedule]:
-        """Return the schedules by name, with when they fired and will fire: ``(await app.schedules())["report"]``."""
-        refuse_inside("schedules()")
-        return await self._keeper().all()
-
     def _keeper(self) -> Keeper:
         return Keeper(self.store, self._clock, self._chance, self._complete, self._wake_tickers)
 
     def _wake_tickers(self) -> None:
         for worker in self._workers:
             worker.wake_ticker()
-
-    # people
-
-    def dead_letters(self, *, queue: str | None = None, message_type: str | None = None) -> AsyncIterator[DeadLetter]:
-        """Go through the dead letters, oldest first: ``async for letter in app.dead_letters()``."""
-        return inspection.dead_letters(self.store, queue=queue, message_type=message_type)
-
-    async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
-        """Reopen dead letters in one commit; returns the ids this call reopened."""
-        refuse_inside("redrive()")
-        return await inspection.redrive(self.store, ids, actor=actor, reason=reason)
-
-    async def cancel(self, message_id: str, *, actor: str, reason: str) -> bool:
-        """Take a message back; one that runs can no longer commit, and its handler is cancelled within about a second.
-
-        A coroutine gets ``CancelledError``, a thread ``HandlerTimeoutError``, a process is killed.
-        """
-        refuse_inside("cancel()")
-        return await inspection.cancel(self.store, message_id, actor=actor, reason=reason)
-
-    async def progress(self, message_id: str) -> Progress | None:
-        """Return how far a message is, as its handler last said; None if it has said nothing.
-
-        ``stalled`` says that it runs and gives no sign of life for longer than the ``beat_within`` of its task, or
-        without that for longer than a minute.
-        """
-        found = (await self.store.progress([message_id])).get(message_id)
-        if found is None or not found.running:
-            return found
-        task = self._registry.tasks.get(found.message_type)
-        within = limits.BEAT_SECONDS if task is None or task.beat_seconds is None else task.beat_seconds
-        silent = await self.store.now() - found.beat_at
-        return msgspec.structs.replace(found, stalled=silent > within * MICROSECONDS)
-
-    async def find(self, query: Query) -> list[Record]:
-        """Return one page of messages with where they stand."""
-        return await self.store.find(query)
-
-    async def count(self) -> dict[str, Counts]:
-        """Return, per queue, how many messages wait, run and are dead."""
-        return await self.store.count()
-
-
-class _Declare:
-    """The decorator ``app.task(…)`` returns."""
-
-    def __init__(
-        self,
-        app: App,
-        settings: TaskSettings,
-        recurs: Callable[[Task[Any, Any]], Recurring] | None = None,
-        *,
-        hook: bool = False,
-    ) -> None:
-        self._hook = hook
-        self._app = app
-        self._settings = settings
-        self._recurs = recurs
-
-    @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[SyncContext, P], R], /) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
-    def __call__(self, function: Callable[..., Any], /) -> Any:
-        task: Task[Any, Any] = Task(self._app, function, self._settings)
-        recurring = None if self._recurs is None else self._recurs(task)
-        self._app._registry.add(task)
-        if self._hook:
-            self._app._registry.hooks[task.name] = task
-        if recurring is not None:
-            self._app._registry.recurring[task.name] = recurring
-        return task
-
-
-class _DeclareBatch:
-    """The decorator ``app.task(batch=…)`` returns."""
-
-    def __init__(self, app: App, settings: TaskSettings) -> None:
-        self._declare = _Declare(app, settings)
-
-    @overload
-    def __call__(self, function: Callable[[Batch[T]], Awaitable[None]], /) -> Task[[T], Any]: ...
-    @overload
-    def __call__(self, function: Callable[[SyncBatch[T]], None], /) -> Task[[T], Any]: ...
-    def __call__(self, function: Callable[..., Any], /) -> Any:
-        return self._declare(function)
