@@ -21,7 +21,7 @@ from onefold.stores.sql import Migration
 from onefold.stores.sqlite import schema as sqlite_schema
 
 #: Every table of ours that a later version may widen, and what such a migration looks like.
-WIDENED = ("message", "delivery", "outcome", "key", "attempt", "event", "register")
+WIDENED = ("message", "delivery", "outcome", "key", "attempt", "act", "register")
 PROCESSES = 4
 
 

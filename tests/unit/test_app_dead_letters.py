@@ -205,7 +205,7 @@ def test_every_act_of_a_person_is_written_down(bench: Bench) -> None:
         second = await die(bench, charge, 8)
         (letter,) = await letters_of(bench)
         await letter.discard(actor="eve", reason="of no use")
-        table = "onefold_event" if bench.url.startswith("sqlite") else "onefold.event"
+        table = "onefold_act" if bench.url.startswith("sqlite") else "onefold.act"
         rows = await bench.app.store.fetch(f"SELECT message_id, kind, actor, reason FROM {table} ORDER BY at, actor")
         assert [(str(row[0]), *row[1:]) for row in rows] == [
             (first.id, "redrive", "ada", "fixed in 1.4.2"),

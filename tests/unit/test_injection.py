@@ -217,7 +217,7 @@ def test_hostile_actors_and_reasons_are_refused_or_kept_as_they_are(bench: Bench
     async def scenario() -> None:
         async with bench.app.transaction() as tx:
             await bench.insert(tx, "witness")
-        table = "onefold_event" if bench.url.startswith("sqlite") else "onefold.event"
+        table = "onefold_act" if bench.url.startswith("sqlite") else "onefold.act"
         kept = []
         for text in CORPUS:
             sent = await ping.send()

@@ -435,7 +435,7 @@ UNION ALL
 SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(ids)s::uuid[])
 
 -- name: move_redrive
--- Stands for move_redrive, move_reopened and move_event.
+-- Stands for move_redrive, move_reopened and move_act.
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
 -- When its window is over its key may already be another message's, so it is too late then.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
@@ -454,14 +454,14 @@ delivered AS (
         replay_count + 1
     FROM reopened CROSS JOIN clock
 ),
-event AS (
-    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+act AS (
+    INSERT INTO onefold.act (at, message_id, kind, actor, reason)
     SELECT now, id, 'redrive', %(actor)s::text, %(reason)s::text FROM reopened CROSS JOIN clock
 )
 SELECT id::text, queue FROM reopened
 
 -- name: move_discard
--- Stands for move_discard and move_event.
+-- Stands for move_discard and move_act.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 discarded AS (
     UPDATE onefold.outcome
@@ -469,14 +469,14 @@ discarded AS (
     WHERE id = ANY (%(ids)s::uuid[]) AND state = 4
     RETURNING id, queue
 ),
-event AS (
-    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+act AS (
+    INSERT INTO onefold.act (at, message_id, kind, actor, reason)
     SELECT now, id, 'discard', %(actor)s::text, %(reason)s::text FROM discarded CROSS JOIN clock
 )
 SELECT id::text, queue FROM discarded
 
 -- name: move_cancel
--- Stands for move_cancel, move_cancelled and move_event.
+-- Stands for move_cancel, move_cancelled and move_act.
 -- A message that nobody ever claimed leaves its key free at once; one that may have run keeps it.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 cancelled AS (
@@ -491,8 +491,8 @@ outcome AS (
         CASE fence WHEN 1 THEN now ELSE now + %(key_window)s::bigint END
     FROM cancelled CROSS JOIN clock
 ),
-event AS (
-    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+act AS (
+    INSERT INTO onefold.act (at, message_id, kind, actor, reason)
     SELECT now, id, 'cancel', %(actor)s::text, %(reason)s::text FROM cancelled CROSS JOIN clock
 )
 SELECT id::text, queue FROM cancelled

@@ -52,7 +52,7 @@ class Steps:
         if act is None:
             return await self._by_others(owner, steps)
         if stand := await self._by_hand(owner, steps):
-            await self._event(owner, "resolve", act)
+            await self._note_act(owner, "resolve", act)
         return stand
 
     async def by_owners(self, recordings: Sequence[Recording]) -> list[list[Step] | None]:
@@ -175,13 +175,13 @@ class Steps:
         names = texts([lines.blob_name(step) for step in forgotten])
         await self._wire.rows("rewind_parts", {"id": message_id, "names": names})
         await self.write([(message_id, lines.restart_line(steps))])
-        await self._event(message_id, "restart", act)
+        await self._note_act(message_id, "restart", act)
         return forgotten
 
-    async def _event(self, message_id: str, kind: str, act: Act) -> None:
+    async def _note_act(self, message_id: str, kind: str, act: Act) -> None:
         """Write down what a person did."""
         given = {"now": self._now, "id": message_id, "kind": kind, "actor": act.actor, "reason": act.reason}
-        await self._wire.rows("record_event", given)
+        await self._wire.rows("record_act", given)
 
     async def reply_for(self, message_ids: Sequence[str], state: State) -> None:
         """Tell the parents of messages that a person has ended them."""

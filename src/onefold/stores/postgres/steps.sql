@@ -138,8 +138,8 @@ CROSS JOIN LATERAL (
     WHERE step.message_id = g.id AND step.name = g.of AND step.kind = g.kind_of OFFSET 0
 ) s
 
--- name: record_event
-INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+-- name: record_act
+INSERT INTO onefold.act (at, message_id, kind, actor, reason)
 VALUES (coalesce(%(now)s::bigint, onefold.clock()), %(id)s::uuid, %(kind)s::text, %(actor)s::text, %(reason)s::text)
 
 -- name: record_lock
@@ -163,7 +163,7 @@ DELETE FROM onefold.step WHERE message_id = %(id)s::uuid AND seq = ANY (%(seqs)s
 DELETE FROM onefold.blob WHERE message_id = %(id)s::uuid AND name = ANY (%(names)s::text[])
 
 -- name: move_resume
--- Stands for move_resume and move_event.
+-- Stands for move_resume and move_act.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 resumed AS (
     UPDATE onefold.delivery
@@ -171,8 +171,8 @@ resumed AS (
     WHERE id = ANY (%(ids)s::uuid[]) AND wake_target IS NOT NULL
     RETURNING id, queue
 ),
-event AS (
-    INSERT INTO onefold.event (at, message_id, kind, actor, reason)
+act AS (
+    INSERT INTO onefold.act (at, message_id, kind, actor, reason)
     SELECT now, id, 'resume', %(actor)s::text, %(reason)s::text FROM resumed CROSS JOIN clock
 )
 SELECT id::text, queue FROM resumed

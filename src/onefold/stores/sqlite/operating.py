@@ -49,7 +49,7 @@ def _move_one(session: Session, id_: str, to: State, now: int) -> str | None:
 
 def note_act(session: Session, message_id: str, kind: str, act: Act) -> None:
     """Write down what a person did."""
-    session.run("move_event", session.clock.now(), message_id, kind, act.actor, act.reason)
+    session.run("move_act", session.clock.now(), message_id, kind, act.actor, act.reason)
 
 
 def record(session: Session, owner: Fenced | str, steps: Sequence[Step], act: Act | None = None) -> list[Step] | None:

@@ -193,8 +193,8 @@ RETURNING seq
 -- name: move_cancelled
 DELETE FROM onefold_delivery WHERE seq = ?
 
--- name: move_event
-INSERT INTO onefold_event (at, message_id, kind, actor, reason) VALUES (?, ?, ?, ?, ?)
+-- name: move_act
+INSERT INTO onefold_act (at, message_id, kind, actor, reason) VALUES (?, ?, ?, ?, ?)
 
 -- name: register_insert
 INSERT INTO onefold_register (kind, name, value, version, expires_at) VALUES (?1, ?2, ?3, 1, ?4)

@@ -154,7 +154,7 @@ CREATE TABLE onefold.blob (
     PRIMARY KEY (message_id, name, part)
 );
 
-CREATE TABLE onefold.event (
+CREATE TABLE onefold.act (
     seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at bigint NOT NULL,
     message_id uuid NOT NULL,
@@ -163,7 +163,7 @@ CREATE TABLE onefold.event (
     reason text NOT NULL
 );
 
-CREATE INDEX event_message ON onefold.event (message_id);
+CREATE INDEX act_message ON onefold.act (message_id);
 
 CREATE TABLE onefold.register (
     kind text COLLATE "C" NOT NULL,

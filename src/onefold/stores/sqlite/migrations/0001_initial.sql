@@ -136,7 +136,7 @@ CREATE TABLE onefold_blob (
     PRIMARY KEY (message_id, name, part)
 );
 
-CREATE TABLE onefold_event (
+CREATE TABLE onefold_act (
     seq INTEGER PRIMARY KEY,
     at INTEGER NOT NULL,
     message_id TEXT NOT NULL,
@@ -145,7 +145,7 @@ CREATE TABLE onefold_event (
     reason TEXT NOT NULL
 );
 
-CREATE INDEX onefold_event_message ON onefold_event (message_id);
+CREATE INDEX onefold_act_message ON onefold_act (message_id);
 
 CREATE TABLE onefold_register (
     kind TEXT NOT NULL,
