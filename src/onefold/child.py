@@ -20,7 +20,7 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from onefold import limits
+from onefold import limits, tether
 from onefold.app import App
 from onefold.clock import SystemClock
 from onefold.control import LINE_BYTES_MAX, Failed, Orders, Ready, Stopped, Word, decode_orders, line_of
@@ -92,8 +92,11 @@ class Child:
 
     def _listen(self) -> None:
         """Whatever comes means stop: the word for it, or the silence of a supervisor that is gone."""
+        word = b""
         with suppress(OSError):
-            self._line.recv(LINE_BYTES_MAX)
+            word = self._line.recv(LINE_BYTES_MAX)
+        if not word:
+            tether.noticed(self._orders.stop_seconds + limits.STOP_MARGIN_SECONDS)
         asyncio.get_running_loop().remove_reader(self._line)
         self._stop()
 
@@ -159,6 +162,7 @@ def main() -> None:
     faulthandler.enable(file=faults)
     line = socket.socket(fileno=control)
     orders = _read_orders(line)
+    tether.follow(orders.parent)
     child = Child(line, board, orders)
     try:
         if orders.version != __version__:

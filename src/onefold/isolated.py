@@ -1,7 +1,7 @@
 """The process of isolated handlers: imports them, runs one message at a time, and asks its worker for the rest.
 
-Started by ``onefold.isolation`` with two descriptors: the line to the worker, and where to write when all ends badly.
-When the worker is gone, so is this process: nothing it does could be committed any more.
+Started by ``onefold.isolation`` with the worker's process id and two descriptors: the line to the worker, and where to
+write when all ends badly.  When the worker is gone, so is this process: nothing it does could be committed any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from onefold import frames, limits
+from onefold import frames, limits, tether
 from onefold.app import App
 from onefold.clock import MICROSECONDS, SystemClock, system_random
 from onefold.context import Context
@@ -48,7 +48,8 @@ _clock = SystemClock()
 
 def main() -> None:
     """Serve the worker at the other end of the line until it hangs up."""
-    line, evidence = (int(word) for word in sys.argv[1:3])
+    worker, line, evidence = (int(word) for word in sys.argv[1:4])
+    tether.die_with(worker)
     # Neither is for the processes that a handler may start.
     os.set_inheritable(line, False)
     os.set_inheritable(evidence, False)

@@ -304,7 +304,7 @@ def _spawn(line: socket.socket, evidence: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start an interpreter of its own; a fork of this one would share its threads' locks and its connections."""
     kept = (line.fileno(), evidence.fileno())
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "onefold.isolated", *map(str, kept)],
+        [sys.executable, "-P", "-m", "onefold.isolated", *map(str, (os.getpid(), *kept))],
         stdin=subprocess.DEVNULL,
         pass_fds=kept,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -140,6 +140,8 @@ REDRIVE_MAX = 100
 
 #: How long the graceful stop waits for running handlers before it hands them back.
 STOP_SECONDS = 25.0
+#: After its time to stop a process has this much more to hand back what it runs; then it is killed.
+STOP_MARGIN_SECONDS = 2.0
 #: After its timeout a handler is cancelled; one that is still there after this long more is killed with its process.
 HARD_TIMEOUT_GRACE = 5.0
 

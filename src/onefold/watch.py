@@ -19,8 +19,6 @@ logger = logging.getLogger("onefold")
 _STANDSTILL_SECONDS = 5.0
 #: A process that is not ready after this long hangs in the app's own code.
 _START_SECONDS_MAX = 120.0
-#: After its time to stop a process has this much more to hand back what it runs; then it is killed.
-_STOP_MARGIN_SECONDS = 2.0
 #: A process that has not renewed its leases for this part of their length needs help; the rest of it is left for that.
 _HELP_AFTER = 0.5
 
@@ -83,7 +81,7 @@ class Watch:
         return seconds if process.ready.is_set() else max(seconds, _START_SECONDS_MAX)
 
     def _is_late(self, process: WorkerProcess, now: int) -> bool:
-        seconds = self._settings.stop_seconds + _STOP_MARGIN_SECONDS
+        seconds = self._settings.stop_seconds + limits.STOP_MARGIN_SECONDS
         return process.leaving_at is not None and now - process.leaving_at > seconds * MICROSECONDS
 
     def _is_worn(self, process: WorkerProcess) -> bool:

@@ -191,12 +191,13 @@ async def holds_the_interpreter() -> None:
 
 
 @app.task(isolate=True)
-async def hangs(path: str) -> None:
+async def hangs(path: str, where: str = "python") -> None:
     """Say who runs it, then never come to an end; the file is closed when the process is gone."""
     file = os.open(path, os.O_WRONLY)
     os.write(file, f"{os.getpid()}\n".encode())
     while True:
-        pass
+        if where == "c":
+            ctypes.PyDLL(None).sleep(600)
 
 
 @app.task(isolate=True)
