@@ -13,9 +13,11 @@ from psycopg import errors
 from test_postgres_engine import claim, envelope, opened, run, terminate_sessions
 
 from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
+from onefold.step import Step, StepKind
 from onefold.store import Again, Counts, Dead, Done, Failure, HandBack, PutOptions, Query, State
 from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.statements import BEGIN, SQL
+from onefold.stores.postgres.wire import Wire
 
 FAILURE = Failure(reason="exception", error_type="ValueError", error_message="no")
 
@@ -67,6 +69,50 @@ def test_a_server_that_cannot_be_reached_is_a_typed_error() -> None:
     with pytest.raises(StoreUnavailableError) as caught:
         asyncio.run(store.open())
     assert isinstance(caught.value.__cause__, psycopg.OperationalError)
+
+
+def test_whoever_gives_up_while_a_transaction_begins_leaves_none_open(postgres_url: str) -> None:
+    """What comes next on that connection would be answered, never committed, and lost with it."""
+    impatient: asyncio.Task[object] | None = None
+
+    def give_up(moment: Literal["before", "after"], statement: str) -> None:
+        if impatient is not None and (moment, statement) == ("before", BEGIN):
+            impatient.cancel()
+
+    async def scenario() -> None:
+        nonlocal impatient
+        async with opened(postgres_url, trace=give_up) as store:
+            await store.put([envelope("a")])
+            (lease,) = await claim(store)
+            impatient = asyncio.create_task(store.record(lease.id, [Step("s", StepKind.SIGNAL, b"1")]))
+            with pytest.raises(asyncio.CancelledError):
+                await impatient
+            impatient = None
+            await store.record(lease, [Step("t", StepKind.RESULT, b"1")])
+            with psycopg.connect(postgres_url) as direct:
+                assert direct.execute("SELECT name FROM onefold.step").fetchall() == [("t",)]
+
+    run(scenario)
+
+
+def test_a_session_that_is_left_in_a_failed_transaction_counts_as_lost(postgres_url: str) -> None:
+    async def fail(wire: Wire, _: bool) -> None:
+        await wire.script(BEGIN)
+        with pytest.raises(errors.UndefinedTable):
+            await wire.script("SELECT FROM nowhere")
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await store.put([envelope("a"), envelope("b")])
+            one, two = await claim(store)
+            await store._links["settle"].run(fail)
+            assert await store.settle([(one, Done(b"1"))]) == [True]
+            await store._links["settle"].run(fail)
+            assert await store.settle([(two, Again(60, FAILURE))]) == [True]
+            assert (await store.find(Query(ids=(two.id,))))[0].attempt == 1
+            assert await store.count() == {"default": Counts(scheduled=1)}
+
+    run(scenario)
 
 
 class Loser:

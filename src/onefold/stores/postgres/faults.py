@@ -11,6 +11,8 @@ from onefold.errors import OnefoldError, SchemaError, StoreError, StoreUnavailab
 _GONE_STATES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03"})
 #: And answers with this when it is a former primary; a caller's own statement may deserve it.
 _READ_ONLY_STATE = "25006"
+#: A statement of this transaction has failed before.
+_ABORTED_STATE = "25P02"
 #: What the schema's own function raises.
 _STALE_STATE = "OF001"
 
@@ -29,6 +31,11 @@ def is_gone(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -
 def is_lost(error: psycopg.Error, connection: psycopg.AsyncConnection[object]) -> bool:
     """Whether a statement of ours needs another session: this one is over, or its server no longer takes writes."""
     return is_gone(error, connection) or error.sqlstate == _READ_ONLY_STATE
+
+
+def is_adrift(error: psycopg.Error) -> bool:
+    """Whether somebody has left a failed transaction open on the session: nothing will ever be done on it again."""
+    return error.sqlstate == _ABORTED_STATE
 
 
 def is_stale(error: psycopg.Error) -> bool:

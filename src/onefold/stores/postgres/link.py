@@ -18,7 +18,7 @@ from onefold.clock import MICROSECONDS, SystemClock, system_random
 from onefold.errors import StoreError, StoreUnavailableError
 from onefold.stores.home import Home
 from onefold.stores.postgres.connection import Connector, Role
-from onefold.stores.postgres.faults import is_lost, may_rerun, translated
+from onefold.stores.postgres.faults import is_adrift, is_lost, may_rerun, translated
 from onefold.stores.postgres.wire import Wire
 
 Answer = TypeVar("Answer")
@@ -82,11 +82,11 @@ async def persistently(
 
 
 async def do(work: Work[AnyWire, Answer], wire: AnyWire, repeated: bool) -> Answer:
-    """Do the work; a lost connection is closed, and raises ``LostError``."""
+    """Do the work; a connection that is lost, or of no more use, is closed, and raises ``LostError``."""
     try:
         return await work(wire, repeated)
     except psycopg.Error as error:
-        if is_lost(error, wire.connection):
+        if is_lost(error, wire.connection) or is_adrift(error):
             await wire.close()
             raise LostError from error
         raise

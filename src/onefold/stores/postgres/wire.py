@@ -141,9 +141,9 @@ class Wire:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[None]:
-        """Commit when the block ends, roll back when it raises."""
-        await self._ask([_BEGIN], [BEGIN])
+        """Commit when the block ends, roll back when it raises, also while it only begins."""
         try:
+            await self._ask([_BEGIN], [BEGIN])
             yield
         except BaseException:
             await self.rollback()
