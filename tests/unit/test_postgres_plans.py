@@ -27,6 +27,8 @@ GIVEN: dict[str, Any] = {
     "now": None,
     "queues": texts(["default"]),
     "floors": numbers([0]),
+    "lease_floor": 0,
+    "floor": 0,
     "types": texts(["charge"]),
     "limit": 100,
     "lease": 1,

@@ -4,13 +4,16 @@ A row that was claimed or settled leaves a dead entry in the index, and while so
 server may not remove it: a claim that began at the oldest entry every time would walk past all of them.
 So it begins shortly before where the last one ended, now and then a good while before, and seldom at the beginning.
 Whoever leaves something before that place, such as a message handed back, says so when it wakes the others.
+One statement claims, and says whether leases have run out; only then they cost another.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
-from onefold.stores.postgres.session import Session, Wanted
+from onefold.stores.postgres.session import Claimed, Session, Wanted
 
 #: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
 NEAR_SECONDS = 0.25
@@ -51,6 +54,32 @@ class Round:
         self._next = 0
 
 
+class Overdue:
+    """When to look for leases that ran out, and from where."""
+
+    def __init__(self, *, exact: bool) -> None:
+        self._exact = exact
+        self._round = Round(_EXPIRED_SECONDS_MIN)
+        self._everywhere = Round(_EVERY_LEASE_SECONDS)
+        self._seen = 0
+
+    def floor(self, lease: float) -> int | None:
+        """Return where to begin, for leases of about this length; None when it is too soon."""
+        self._round.seconds = min(max(lease / _EXPIRED_PER_LEASE, _EXPIRED_SECONDS_MIN), _EXPIRED_SECONDS_MAX)
+        if not self._exact and not self._round.is_due():
+            return None
+        return 0 if self._everywhere.is_due() or self._exact else self._seen
+
+    def looked(self, floor: int, began_at: int) -> None:
+        self._round.done(began_at)
+        if floor == 0:
+            self._everywhere.done(began_at)
+
+    def none_before(self, now: int) -> None:
+        """There is none left that ran out before this moment, but for what was locked just now."""
+        self._seen = now - round(_FURTHER_BACK_SECONDS * MICROSECONDS)
+
+
 class Claimer:
     """Claims for one store; ``exact`` looks everywhere every time, for tests that move the clock."""
 
@@ -58,49 +87,46 @@ class Claimer:
         self._exact = exact
         self._further = Round(_FURTHER_SECONDS)
         self._everywhere = Round(_EVERYWHERE_SECONDS)
-        self._every_lease = Round(_EVERY_LEASE_SECONDS)
-        self._expired = Round(_EXPIRED_SECONDS_MIN)
+        self._overdue = Overdue(exact=exact)
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
-        self._leases_seen = 0
-        #: How far the server's clock is ahead of this machine's steady one, at least.
-        self._ahead: int | None = None
 
     def look_everywhere(self) -> None:
         """Something may have come back before the place where the last look ended."""
         self._everywhere.make_due()
 
     async def claim(self, session: Session, wanted: Wanted, repeated: bool) -> list[Lease]:
-        self._expired.seconds = min(max(wanted.lease / _EXPIRED_PER_LEASE, _EXPIRED_SECONDS_MIN), _EXPIRED_SECONDS_MAX)
-        await self._release_expired(session)
+        """Claim; what others have let run out is released if there is any, and claimed as far as there is room."""
+        began_at, floor = _machine.steady(), self._overdue.floor(wanted.lease)
+        leases, now, run_out = await self._claim(session, wanted, floor, repeated)
+        if now is None or floor is None:
+            return leases
+        self._overdue.looked(floor, began_at)
+        released = await session.release_expired(floor, _EXPIRED_MAX) if run_out else 0
+        if released < _EXPIRED_MAX:
+            self._overdue.none_before(now)
+        if released:
+            self.look_everywhere()
+        if released and len(leases) < wanted.limit:
+            more = replace(wanted, limit=wanted.limit - len(leases))
+            leases += (await self._claim(session, more, None, repeated=False)).leases
+        return leases
+
+    async def _claim(self, session: Session, wanted: Wanted, lease_floor: int | None, repeated: bool) -> Claimed:
         began_at = _machine.steady()
         everywhere, further = self._everywhere.is_due() or self._exact, self._further.is_due()
         back = round((_FURTHER_BACK_SECONDS if further else NEAR_SECONDS) * MICROSECONDS)
         seen = self._seen.setdefault((wanted.lane, tuple(wanted.types)), {})
         floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in wanted.queues]
-        leases = await session.claim(wanted, floors, repeated)
+        claimed = await session.claim(wanted, floors, lease_floor=lease_floor, repeated=repeated)
         if everywhere:
             self._everywhere.done(began_at)
         if everywhere or further:
             self._further.done(began_at)
-        for one in leases:  # in the order of their due times, so the last of each queue remains
+        for one in claimed.leases:  # in the order of their due times, so the last of each queue remains
             seen[one.envelope.queue] = one.envelope.due_at
-        if len(leases) < wanted.limit and self._ahead is not None:
-            seen.update(dict.fromkeys(wanted.queues, began_at + self._ahead))
-        return leases
-
-    async def _release_expired(self, session: Session) -> None:
-        if not self._exact and not self._expired.is_due():
-            return
-        began_at = _machine.steady()
-        everywhere = self._every_lease.is_due() or self._exact
-        now, released = await session.release_expired(0 if everywhere else self._leases_seen, _EXPIRED_MAX)
-        # The answer came after the server had looked at its clock, so this is never too much.
-        self._ahead = now - _machine.steady()
-        self._expired.done(began_at)
-        if everywhere:
-            self._every_lease.done(began_at)
-        if released:
-            self.look_everywhere()
-        if released < _EXPIRED_MAX:
-            self._leases_seen = now - round(_FURTHER_BACK_SECONDS * MICROSECONDS)
+        if claimed.now is not None and len(claimed.leases) < wanted.limit:
+            # The server looked at its clock after it was asked, so this is never too late.
+            asked_at = claimed.now - (_machine.steady() - began_at)
+            seen.update(dict.fromkeys(wanted.queues, asked_at))
+        return claimed

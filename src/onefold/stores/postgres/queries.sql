@@ -163,7 +163,8 @@ ON CONFLICT (id) DO NOTHING
 RETURNING 1
 
 -- name: claim_expired
--- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
+-- When claim says that leases have run out: their worker died or is too slow.
+-- The fence rises when somebody claims the message again.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 released AS (
     UPDATE onefold.delivery SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
@@ -174,7 +175,7 @@ released AS (
         FOR UPDATE SKIP LOCKED))
     RETURNING 1
 )
-SELECT now, (SELECT count(*) FROM released) FROM clock
+SELECT count(*) FROM released
 
 -- name: claim
 -- Stands for claim_possible, claim_select and claim_take.
@@ -182,6 +183,8 @@ SELECT now, (SELECT count(*) FROM released) FROM clock
 -- The few that workers died with are passed over when `crashes_most` is 0.
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
 -- The rows come in no order, because sorting them here would copy them once more.
+-- One more, without an id, says what time it is and, from a floor on, whether leases have run out: an idle worker would
+-- need a second statement to find that out.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 picked AS MATERIALIZED (
     SELECT due.id
@@ -208,6 +211,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
+    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, NULL, NULL, now
+FROM clock
 
 -- name: claim_crashed
 -- claim for those that workers died with, which are few and have an index of their own.
@@ -237,6 +247,13 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
+    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, NULL, NULL, now
+FROM clock
 
 -- name: claim_again
 -- After a lost answer: what that call of claim has taken, if it did.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
@@ -33,7 +33,7 @@ from onefold.stores.postgres.arrays import bigints, ids, numbers, texts
 from onefold.stores.postgres.put import Putter, store_fresh
 from onefold.stores.postgres.settlements import SETTLES, Settlement, brings_more, fenced, sends_of
 from onefold.stores.postgres.steps import Steps, lines_of
-from onefold.stores.postgres.wire import Named, Speaker
+from onefold.stores.postgres.wire import Named, Row, Speaker
 from onefold.stores.rows import attempt_of, lease_of, progress_of, record_of
 from onefold.stores.steps import notes_of
 
@@ -58,6 +58,16 @@ class Wanted:
     lane: Lane
     #: By which it is known should its answer be lost.
     call: int
+
+
+class Claimed(NamedTuple):
+    """What one statement has claimed, and what it saw beside it."""
+
+    leases: list[Lease]
+    #: The store's time; None when only an earlier answer was asked for again.
+    now: int | None = None
+    #: Whether leases had run out, from the floor on.
+    run_out: bool = False
 
 
 class Session:
@@ -106,40 +116,40 @@ class Session:
 
     # claim
 
-    async def release_expired(self, floor: int, limit: int) -> tuple[int, int]:
-        """Make messages claimable whose lease ran out since ``floor``; return the time and how many they were."""
+    async def release_expired(self, floor: int, limit: int) -> int:
+        """Make messages claimable whose lease ran out since ``floor``; return how many they were."""
         rows = await self.wire.rows("claim_expired", {"now": self._now, "floor": floor, "limit": limit})
-        now, released = rows[0]
-        return now, released
+        released: int = rows[0][0]
+        return released
 
-    async def claim(self, wanted: Wanted, floors: Sequence[int], repeated: bool) -> list[Lease]:
+    async def claim(
+        self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None, repeated: bool
+    ) -> Claimed:
         """Take due messages; of each queue only those that were due at its floor or later.
 
+        With a ``lease_floor`` also look for leases that ran out since then.
         A ``repeated`` call, whose first answer was lost, returns what it took then.
         """
-        queues, worker, lane = wanted.queues, wanted.worker, wanted.lane
+        lane = wanted.lane
         parameters: dict[str, Any] = {
             "now": self._now,
-            "queues": texts(queues),
+            "queues": texts(wanted.queues),
             "floors": bigints(floors),
+            "lease_floor": lease_floor,
             "types": texts(wanted.types),
             "limit": wanted.limit,
             "lease": round(wanted.lease * MICROSECONDS),
-            "worker": worker,
+            "worker": wanted.worker,
             "call": wanted.call,
             "crashes_most": 0 if lane is Lane.MAIN else _NO_LIMIT,
             # Whoever runs lanes reports by itself what was running when a process died.
             "suspect_after": limits.SUSPECT_AFTER if lane is Lane.ANY else _NO_LIMIT,
         }
-        rows = await self.wire.rows("claim_again", parameters) if repeated else []
-        if not rows:
-            rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
-        if len(queues) > 1:
-            place = {queue: number for number, queue in enumerate(queues)}
-            rows.sort(key=lambda row: (place[row[3]], row[12], row[0]))
-        else:
-            rows.sort(key=_by_due_time)
-        return [lease_of(row, claimed_at=row[19], worker=worker) for row in rows]
+        if repeated and (rows := await self.wire.rows("claim_again", parameters)):
+            return Claimed(_leases_of(rows, wanted))
+        rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
+        seen = rows.pop()
+        return Claimed(_leases_of(rows, wanted), now=seen[19], run_out=bool(seen[12]))
 
     async def extend(self, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
         # An id that is not a UUID cannot be in the table.
@@ -333,6 +343,16 @@ class Session:
         for queue, number, oldest_at in await self.wire.rows("count_dead"):
             counts.setdefault(queue, {}).update(dead=number, oldest_dead_at=oldest_at)
         return {queue: Counts(**numbers) for queue, numbers in counts.items()}
+
+
+def _leases_of(rows: list[Row], wanted: Wanted) -> list[Lease]:
+    """Return the leases, those of the first queue first, each queue's in the order of their due times."""
+    if len(wanted.queues) > 1:
+        place = {queue: number for number, queue in enumerate(wanted.queues)}
+        rows.sort(key=lambda row: (place[row[3]], row[12], row[0]))
+    else:
+        rows.sort(key=_by_due_time)
+    return [lease_of(row, claimed_at=row[19], worker=wanted.worker) for row in rows]
 
 
 def _by_due_time(row: tuple[Any, ...]) -> tuple[int, str]:
