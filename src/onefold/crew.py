@@ -87,8 +87,8 @@ class Crew:
         self._entered: set[str] = set()
         self._entered_at = 0
         self.processes: dict[str, WorkerProcess] = {}
-        #: A message was found guilty: it waits for a process of its own.
-        self.suspected = asyncio.Event()
+        #: Somebody is to be looked after: a message waits for a process of its own, or a process has become ready.
+        self.changed = asyncio.Event()
         #: Processes in a row that ended before they were ready, and what the last of them said.
         self.false_starts = 0
         self.failure: Failed | None = None
@@ -172,7 +172,7 @@ class Crew:
         while True:
             try:
                 if await custody.bury(self._store, death, self._key_window, self._announce):
-                    self.suspected.set()
+                    self.changed.set()
                 await self._roll.strike(process.name)
                 break
             except StoreError as error:

@@ -222,6 +222,7 @@ class Supervisor:
 
     def _note_ready(self, process: WorkerProcess) -> None:
         if process.ready.is_set():
+            self.crew.changed.set()
             self._filled += 1
             if self._filled == self._settings.processes:
                 self._tell_ready()
@@ -237,7 +238,7 @@ class Supervisor:
 
     async def _keep_house(self) -> None:
         while True:
-            self.crew.suspected.clear()
+            self.crew.changed.clear()
             try:
                 await self._staff_probation()
                 await self._look_after_the_late()
@@ -247,7 +248,7 @@ class Supervisor:
                 logger.warning("store_failed doing=supervise error=%s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SUSPECTS_SECONDS):
-                    await self.crew.suspected.wait()
+                    await self.crew.changed.wait()
 
     def _on_probation(self) -> list[WorkerProcess]:
         return [process for process in self.crew.processes.values() if process.lane is Lane.PROBATION]

@@ -18,6 +18,7 @@ from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, SchemaError
 from onefold.store import Done, Failure, Lease, Query
 from onefold.stores.postgres import PostgresStore, restoring
+from onefold.testing import FakeClock
 
 _chance = system_random()
 _clock = SystemClock()
@@ -65,6 +66,32 @@ def terminate_sessions(url: str) -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE pid <> pg_backend_pid() AND datname = current_database()"
         )
+
+
+# idle
+
+
+def test_an_idle_look_is_one_statement_and_leases_that_ran_out_are_found_by_it(postgres_url: str) -> None:
+    statements = 0
+
+    def count(moment: Literal["before", "after"], _: str) -> None:
+        nonlocal statements
+        statements += moment == "before"
+
+    async def scenario() -> None:
+        nonlocal statements
+        clock = FakeClock()
+        async with opened(postgres_url, clock=clock, trace=count) as store:
+            await store.put([envelope("a")])
+            statements = 0
+            (lease,) = await claim(store)
+            assert await claim(store) == []
+            assert statements == 2
+            clock.advance(30)
+            (again,) = await claim(store)
+            assert (again.id, again.fence, again.crashes) == (lease.id, lease.fence + 1, 1)
+
+    run(scenario)
 
 
 # schema
