@@ -122,9 +122,7 @@ class Session:
         released: int = rows[0][0]
         return released
 
-    async def claim(
-        self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None, repeated: bool
-    ) -> Claimed:
+    async def claim(self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None, repeated: bool) -> Claimed:
         """Take due messages; of each queue only those that were due at its floor or later.
 
         With a ``lease_floor`` also look for leases that ran out since then.
