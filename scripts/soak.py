@@ -3,8 +3,9 @@
     .venv/bin/python scripts/soak.py [--minutes 30] [--store sqlite|postgres] [--rate 60]
 
 Four supervised workers of two processes each; every message is sent one to three times; every handler writes a row and
-sends one more message; some fail at first.  Meanwhile worker processes and supervisors are killed, supervisors are
-stopped gracefully and started again, and PostgreSQL is killed and restarted.
+sends one more message; some fail at first.  Beside them workflows sleep, wait for signals, which are also sent more
+than once, and for children.  Meanwhile worker processes and supervisors are killed, supervisors are stopped gracefully
+and started again, whole workers are frozen past their leases, and PostgreSQL is killed and restarted.
 """
 
 from __future__ import annotations
@@ -14,62 +15,58 @@ import asyncio
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from soak_app import ORDER_EFFECTS, TRIP_EFFECTS, app, order, trip
 
-from onefold import App, Context, RetryPolicy
+from onefold import limits
 from onefold.errors import StoreUnavailableError
+from onefold.receipt import Receipt
 from onefold.testing.servers import PostgresServer
 
+Answer = TypeVar("Answer")
+
 SUPERVISORS = 4
+LEASE_SECONDS = 5
+#: A worker that is frozen for so long has lost everything it had.
+FROZEN_SECONDS = 8.0
 #: Seconds between two misfortunes.
 MISFORTUNE_SECONDS = (1.0, 5.0)
 SAMPLE_SECONDS = 15
+#: Samples at the start that do not count: caches fill.
+WARM_UP_SAMPLES = 8
+#: Memory is flat if the median of the last third is not above that of the first by more than this part.
+GROWTH_MAX = 0.10
 #: Seconds in which everything that was accepted must be done after the last send.
 DRAIN_SECONDS = 180
-
-app = App()
-#: The workers import this module with the store's URL set.
-_mark = "?" if os.environ.get("ONEFOLD_URL", "").startswith("sqlite") else "%s"
-_insert = f"INSERT INTO ledger (kind, number) VALUES ({_mark}, {_mark})"
-_patient = RetryPolicy(max_attempts=20, base=0.2, cap=2.0)
-
-
-@app.task(key="{number}", retry=_patient)
-async def order(ctx: Context, number: int) -> None:
-    """Write a row and send one message; every tenth fails at first, every seventh takes its time."""
-    if number % 7 == 0:
-        await asyncio.sleep(0.05)
-    if number % 10 == 0 and ctx.attempt == 1:
-        raise RuntimeError("planned")
-    await ctx.execute(_insert, "order", number)
-    ctx.send(receipt, number)
-
-
-@app.task(key="{number}", retry=_patient)
-async def receipt(ctx: Context, number: int) -> None:
-    """Write the second row."""
-    await ctx.execute(_insert, "receipt", number)
+#: One trip comes with so many orders.
+ORDERS_PER_TRIP = 10
 
 
 class Fleet:
     """Supervisors that are started again whenever they are gone; the first is spared, to watch its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        self._url = url
         self._running: list[subprocess.Popen[bytes]] = [self._start() for _ in range(SUPERVISORS)]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "onefold", "worker", "soak:app", "--processes", "2", "--lease", "5"]
-        return subprocess.Popen(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL)
+        lease = ("--lease", str(LEASE_SECONDS))
+        command = [sys.executable, "-m", "onefold", "worker", "soak_app:app", "--processes", "2", *lease]
+        environment = {**os.environ, "ONEFOLD_URL": self._url}
+        return subprocess.Popen(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, env=environment)
 
     def signal_supervisor(self, number: int) -> None:
         """Signal one supervisor; whether it is gone is seen by ``tend``."""
@@ -80,14 +77,42 @@ class Fleet:
         if children := _children(random.choice(self._running[1:]).pid):
             os.kill(random.choice(children), signal.SIGKILL)
 
+    def freeze(self) -> list[int]:
+        """Stop one supervisor and its processes, as a machine that is suspended would; returns whom to ``thaw``."""
+        supervisor = random.choice(self._running[1:])
+        supervisor.send_signal(signal.SIGSTOP)
+        frozen = [supervisor.pid, *_children(supervisor.pid)]
+        for pid in frozen[1:]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        return frozen
+
+    def thaw(self, frozen: list[int]) -> None:
+        """Let those go on that are still there."""
+        for pid in set(frozen) & self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
     def tend(self) -> None:
         """Start what is gone."""
         self._running = [one if one.poll() is None else self._start() for one in self._running]
 
-    def memory(self) -> list[float]:
+    def memory(self) -> dict[str, float]:
         """Return how many MiB the processes take that nobody kills."""
         spared = self._running[0].pid
-        return [_mebibytes(pid) for pid in (spared, *_children(spared))]
+        named = {"supervisor": spared} | {f"process {n}": pid for n, pid in enumerate(_children(spared), 1)}
+        return {name: _mebibytes(pid) for name, pid in named.items()}
+
+    def alive(self) -> set[int]:
+        """Return every process that works on this store, also those whose supervisor is gone."""
+        mark, found = f"ONEFOLD_URL={self._url}".encode(), set[int]()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                ours = b"onefold" in words or b"onefold.child" in words
+                if ours and mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.add(int(process.name))
+        return found
 
     def stop(self) -> None:
         """Stop gracefully."""
@@ -95,6 +120,10 @@ class Fleet:
             one.send_signal(signal.SIGTERM)
         for one in self._running:
             one.wait()
+        # Those whose supervisor was killed have their time to stop, too.
+        give_up_at = time.monotonic() + limits.STOP_SECONDS + limits.STOP_MARGIN_SECONDS
+        while self.alive() and time.monotonic() < give_up_at:
+            time.sleep(0.5)
 
 
 def _children(pid: int) -> list[int]:
@@ -115,15 +144,18 @@ class Soak:
     """One run: what was accepted, what was done to it, and what memory was taken."""
 
     def __init__(self, fleet: Fleet, server: PostgresServer | None, rate: float) -> None:
-        self.accepted: set[int] = set()
-        self.sends = 0
-        self.refused = 0
+        #: What must have happened in the end: kinds of effects and numbers.
+        self.expected: set[tuple[str, int]] = set()
+        self.figures: Counter[str] = Counter()
         self.misfortunes: Counter[str] = Counter()
-        self.samples: list[list[float]] = []
+        self.samples: list[dict[str, float]] = []
         self.stopping = asyncio.Event()
         self._fleet = fleet
         self._server = server
         self._rate = rate
+        self._frozen: list[list[int]] = []
+
+    # sending
 
     async def send(self) -> None:
         """Send numbers at the given rate, each one to three times, some of the copies at once."""
@@ -131,47 +163,79 @@ class Soak:
         while not self.stopping.is_set():
             number += 1
             for _ in range(random.choice((1, 1, 2, 3))):
-                task = asyncio.create_task(self._send(number))
-                sending.add(task)
-                task.add_done_callback(sending.discard)
+                jobs = [self._send_order(number)]
+                if number % ORDERS_PER_TRIP == 0:
+                    jobs.append(self._send_trip(number))
+                for job in jobs:
+                    task = asyncio.create_task(job)
+                    sending.add(task)
+                    task.add_done_callback(sending.discard)
             await self._pause(1 / self._rate)
         await asyncio.gather(*sending)
 
-    async def _send(self, number: int) -> None:
+    async def _send_order(self, number: int) -> None:
+        self._note(await self._insist(lambda: order.send(number)), ORDER_EFFECTS, number)
+
+    async def _send_trip(self, number: int) -> None:
+        receipt = await self._insist(lambda: trip.send(number))
+        self._note(receipt, TRIP_EFFECTS, number)
+        await self._pause(random.uniform(0, 2))
+        # The same signal from everybody who has sent this trip: it is one.
+        await self._insist(lambda: app.signal(receipt.id, "go", number, id="the one"))
+        self.figures["signals, repetitions among them"] += 1
+
+    async def _insist(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         while True:
             try:
-                await order.send(number)
+                return await call()
             except StoreUnavailableError:
-                self.refused += 1
+                self.figures["sends answered with StoreUnavailableError and repeated"] += 1
                 await asyncio.sleep(0.2)
-            else:
-                self.sends += 1
-                self.accepted.add(number)
-                return
+
+    def _note(self, receipt: Receipt[None], kinds: tuple[str, ...], number: int) -> None:
+        self.figures["sends"] += 1
+        self.figures["of which duplicates"] += bool(receipt.duplicate)
+        self.expected.update((kind, number) for kind in kinds)
+
+    # harming
 
     async def misfortune(self) -> None:
         """Do something bad every few seconds."""
         while not self.stopping.is_set():
             await self._pause(random.uniform(*MISFORTUNE_SECONDS))
-            await asyncio.to_thread(self._one_misfortune)
+            self._one_misfortune()
+            if self._server is not None and random.random() < 2 / 14:
+                kind = random.choice(("server killed", "server restarted"))
+                self.misfortunes[kind] += 1
+                await asyncio.to_thread(self._restart, self._server, kind == "server killed")
+        for frozen in self._frozen:
+            self._fleet.thaw(frozen)
 
     def _one_misfortune(self) -> None:
-        self._fleet.tend()
-        kinds = ["process killed"] * 6 + ["supervisor killed"] * 2 + ["supervisor stopped"] * 2
-        if self._server is not None:
-            kinds += ["server killed", "server restarted"]
-        kind = random.choice(kinds)
+        fleet = self._fleet
+        fleet.tend()
+        kinds = {
+            "process killed": 6,
+            "supervisor killed": 2,
+            "supervisor stopped": 2,
+            "worker frozen past its lease": 1,
+        }
+        (kind,) = random.choices(list(kinds), list(kinds.values()))
         self.misfortunes[kind] += 1
         if kind == "process killed":
-            self._fleet.kill_process()
+            fleet.kill_process()
         elif kind == "supervisor killed":
-            self._fleet.signal_supervisor(signal.SIGKILL)
+            fleet.signal_supervisor(signal.SIGKILL)
         elif kind == "supervisor stopped":
-            self._fleet.signal_supervisor(signal.SIGTERM)
-        elif self._server is not None:
-            if kind == "server killed":
-                self._server.kill()
-            self._server.restart()
+            fleet.signal_supervisor(signal.SIGTERM)
+        else:
+            self._frozen.append(frozen := fleet.freeze())
+            asyncio.get_running_loop().call_later(FROZEN_SECONDS, fleet.thaw, frozen)
+
+    def _restart(self, server: PostgresServer, at_once: bool) -> None:
+        if at_once:
+            server.kill()
+        server.restart()
 
     async def sample(self) -> None:
         """Write down how much memory the fleet takes."""
@@ -180,26 +244,35 @@ class Soak:
             self.samples.append(self._fleet.memory())
 
     async def _pause(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
-        except TimeoutError:
-            pass
+
+    # counting
+
+    async def booked(self) -> Counter[tuple[str, int]]:
+        """Return how often each effect happened."""
+        rows = await self._insist(lambda: app.store.fetch("SELECT kind, number FROM ledger"))
+        return Counter((kind, number) for kind, number in rows)
+
+    async def drain(self) -> Counter[tuple[str, int]]:
+        """Wait until everything that was accepted has happened; what was quarantined by chance is redriven."""
+        booked = await self.booked()
+        for _ in range(DRAIN_SECONDS):
+            self._fleet.tend()
+            for letter in [one async for one in app.dead_letters() if one.failure.reason == "quarantined"]:
+                self.figures["quarantined after three kills, and redriven"] += 1
+                await letter.redrive(actor="soak", reason="it was killed from outside")
+            booked = await self.booked()
+            if booked.keys() >= self.expected:
+                break
+            await asyncio.sleep(1)
+        self.figures["dead letters"] += len([one async for one in app.dead_letters()])
+        return booked
 
 
-async def booked(kind: str) -> Counter[int]:
-    """Return how often each number was booked."""
-    while True:
-        try:
-            rows = await app.store.fetch(f"SELECT number FROM ledger WHERE kind = '{kind}'")
-        except StoreUnavailableError:
-            # The first question after a restart may meet a connection that the server has closed.
-            await asyncio.sleep(0.2)
-        else:
-            return Counter(number for (number,) in rows)
-
-
-async def run(soak: Soak, fleet: Fleet, minutes: float, progress: Progress) -> Table:
+async def run(soak: Soak, minutes: float, progress: Progress) -> Counter[tuple[str, int]]:
+    """Soak for so long and return what happened."""
     task = progress.add_task("soaking", total=minutes * 60)
     async with app:
         async with app.transaction() as tx:
@@ -211,42 +284,40 @@ async def run(soak: Soak, fleet: Fleet, minutes: float, progress: Progress) -> T
         soak.stopping.set()
         await asyncio.gather(*work)
         progress.update(task, description="draining")
-        for _ in range(DRAIN_SECONDS):
-            fleet.tend()
-            if len(await booked("receipt")) >= len(soak.accepted):
-                break
-            await asyncio.sleep(1)
-        orders, receipts = await booked("order"), await booked("receipt")
-        dead = [letter async for letter in app.dead_letters()]
-    return report(soak, orders, receipts, len(dead))
+        return await soak.drain()
 
 
-def report(soak: Soak, orders: Counter[int], receipts: Counter[int], dead: int) -> Table:
-    """Say what was seen, and fail if the promise was broken."""
-    third = max(len(soak.samples) // 3, 1)
-    early, late = ([max(sample) for sample in part] for part in (soak.samples[:third], soak.samples[-third:]))
-    lost = len(soak.accepted - orders.keys()) + len(soak.accepted - receipts.keys())
-    twice = sum(n > 1 for n in (*orders.values(), *receipts.values()))
+def report(soak: Soak, booked: Counter[tuple[str, int]], left: int, minutes: float) -> tuple[Table, list[str]]:
+    """Return a table of what was seen, and what of it breaks the promise."""
+    lost, unasked = soak.expected - booked.keys(), booked.keys() - soak.expected
+    twice = sum(number > 1 for number in booked.values())
+    broken = {"lost": len(lost), "twice": twice, "nobody asked for": len(unasked), "processes left behind": left}
+    broken["dead letters"] = soak.figures.pop("dead letters")
     table = Table(title="Soak")
     table.add_column("")
     table.add_column("figure", justify="right")
-    for name, figure in (
-        ("messages accepted", len(soak.accepted)),
-        ("sends, duplicates among them", soak.sends),
-        ("sends answered with StoreUnavailableError and repeated", soak.refused),
-        *soak.misfortunes.most_common(),
-        ("largest process in the first third, in MiB", f"{max(early):.0f}"),
-        ("largest process in the last third, in MiB", f"{max(late):.0f}"),
-        ("effects", orders.total() + receipts.total()),
-        ("lost", lost),
-        ("twice", twice),
-        ("dead letters", dead),
-    ):
-        table.add_row(str(name), str(figure))
-    if lost or twice or dead:
-        Console().print(table)
-        raise SystemExit("the promise was broken")
-    return table
+    figures: dict[str, object] = {"minutes": f"{minutes:g}", **soak.figures, **soak.misfortunes}
+    figures["effects"] = booked.total()
+    growing = []
+    for name, (first, last) in memory(soak.samples).items():
+        figures[f"MiB of {name}, first and last third"] = f"{first:.1f} → {last:.1f}"
+        if last > first * (1 + GROWTH_MAX):
+            growing.append(f"the memory of {name} grows")
+    for name, figure in {**figures, **broken}.items():
+        table.add_row(name, f"{figure:,}" if isinstance(figure, int) else str(figure))
+    return table, [f"{name}: {number}" for name, number in broken.items() if number] + growing
+
+
+def memory(samples: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return the median of each process in the first and in the last third of the time."""
+    warm = samples[WARM_UP_SAMPLES:] or samples
+    third = max(len(warm) // 3, 1)
+    names = warm[0] if warm else ()
+
+    def median(name: str, part: list[dict[str, float]]) -> float:
+        return statistics.median(sample.get(name, 0.0) for sample in part)
+
+    return {name: (median(name, warm[:third]), median(name, warm[-third:])) for name in names}
 
 
 @contextmanager
@@ -264,20 +335,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--store", choices=("sqlite", "postgres"), default="postgres")
-    parser.add_argument("--rate", type=float, default=60.0, help="messages sent per second")
+    parser.add_argument("--rate", type=float, default=60.0, help="numbers sent per second")
     given = parser.parse_args()
     console = Console()
     with place(given.store) as (url, server):
         os.environ["ONEFOLD_URL"] = url
         asyncio.run(app.migrate())
-        fleet = Fleet()
+        fleet = Fleet(url)
+        soak = Soak(fleet, server, given.rate)
         try:
             with Progress(console=console) as progress:
-                soak = Soak(fleet, server, given.rate)
-                table = asyncio.run(run(soak, fleet, given.minutes, progress))
+                booked = asyncio.run(run(soak, given.minutes, progress))
         finally:
             fleet.stop()
+        table, broken = report(soak, booked, len(fleet.alive()), given.minutes)
     console.print(table)
+    if broken:
+        raise SystemExit(f"the promise was broken: {', '.join(broken)}")
 
 
 if __name__ == "__main__":
