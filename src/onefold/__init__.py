@@ -38,10 +38,10 @@ from onefold.errors import (
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
 from onefold.recurring import Schedule
-from onefold.registry import Call, Task
 from onefold.retry import RetryPolicy
 from onefold.store import Progress, Query, Record, State
 from onefold.sync import SyncApp
+from onefold.task import Call, Task
 from onefold.transaction import AppTransaction
 from onefold.version import __version__
 from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTransaction

@@ -24,11 +24,12 @@ from onefold.inside import current
 from onefold.operating import OperatorVerbs
 from onefold.receipt import Receipt, Source
 from onefold.recurring import Keeper
-from onefold.registry import Call, Registry, Task
+from onefold.registry import Registry
 from onefold.running import WorkflowVerbs
 from onefold.slots import Slots
 from onefold.store import Lease, Outcome, PutOptions, Query, Record, Store
 from onefold.stores import open_store
+from onefold.task import Call, Task
 from onefold.ticker import Ticker
 from onefold.tools import Middleware
 from onefold.transaction import AppTransaction, Buffer, JoinedSend, refuse_inside

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar, overload
 from onefold.blocking import SyncWork
 from onefold.errors import Reject, Retry
 from onefold.identity import upstream_key
-from onefold.registry import Task
 from onefold.store import Lease, Outcome, Store, Transaction
+from onefold.task import Task
 from onefold.threads import Threads
 from onefold.transaction import Prepare
 from onefold.work import Work

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from onefold.context import Context
 from onefold.effects import Happened, NotHappened
 from onefold.receipt import Receipt
-from onefold.registry import Call, Sendable
+from onefold.task import Call, Sendable
 from onefold.threads import Threads
 from onefold.work import Work
 

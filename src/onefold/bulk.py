@@ -13,8 +13,8 @@ from onefold import limits
 from onefold.clock import give_way
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError
-from onefold.registry import Call
 from onefold.store import PutOptions, Store, Stored, Transaction
+from onefold.task import Call
 from onefold.transaction import Buffer
 
 #: Messages that a server stores while the next are prepared here, and how many of these are prepared in one go.

@@ -12,10 +12,10 @@ from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
 from onefold.errors import CancelledMessageError, DeadError, KeyReuseError
 from onefold.journal import Sent, decode_ended, encode
-from onefold.registry import Call
 from onefold.step import Step, StepKind
 from onefold.store import Ended, Query, State
 from onefold.stretch import Raised, Stretch, Wait
+from onefold.task import Call
 
 R = TypeVar("R")
 

@@ -17,9 +17,9 @@ from onefold.custody import Death
 from onefold.errors import StoreError
 from onefold.fleet import Roll, WorkerRecord, host_name, worker_name
 from onefold.process import WorkerProcess, start_process
-from onefold.registry import Task
 from onefold.settling import UNSETTLED_MAX
 from onefold.store import Lane, Store
+from onefold.task import Task
 from onefold.version import __version__
 
 logger = logging.getLogger("onefold")

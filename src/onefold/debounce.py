@@ -19,8 +19,8 @@ from onefold.clock import MICROSECONDS, to_datetime
 from onefold.context import Context
 from onefold.errors import ConfigurationError, Snooze, StoreUnavailableError, seconds
 from onefold.identity import KeySource, from_source
-from onefold.registry import Call, Task
 from onefold.store import Store
+from onefold.task import Call, Task
 from onefold.transaction import Prepare, refuse_inside
 
 P = ParamSpec("P")
@@ -117,4 +117,5 @@ class Debounced(Generic[P]):
             raise Snooze(after=(pending.due_at - now) / MICROSECONDS, reason="triggered again")
         if not await ctx.register(KIND, name, None, version=entry.version):
             raise Snooze(after=0, reason="triggered again at this moment")
-        ctx.add(Call(self.task, pending.payload, pending.fingerprint, None, pending.subject, {}))
+        place = self.task.gate.find(self.task.signature.decode(pending.payload), None)
+        ctx.add(Call(self.task, pending.payload, pending.fingerprint, None, pending.subject, {}, place))

@@ -12,10 +12,12 @@ from onefold.blocking import SyncContext
 from onefold.context import Context
 from onefold.debounce import Debounced
 from onefold.identity import KeySource
+from onefold.options import TaskOptions, TaskSettings
 from onefold.recurring import check_policy
-from onefold.registry import Recurring, Registry, Task, TaskOptions, TaskSettings
+from onefold.registry import Recurring, Registry
 from onefold.schedule import Catchup
 from onefold.store import Store
+from onefold.task import Task
 from onefold.timetable import make_timetable
 
 P = ParamSpec("P")

@@ -74,6 +74,10 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reply_to: str | None = None
     #: Only a worker that has exactly this version of the handler takes it.
     pinned: bool = False
+    #: At which gate it waits, as its name and key with a colon between them; see ``gated_by``.
+    gate: str | None = None
+    #: From 0 to 9; who has more is claimed as if it had waited longer.
+    priority: int = 0
 
     def __repr__(self) -> str:
         # Without the payload: what is printed or logged is no place for it.
@@ -88,6 +92,13 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def scope(self) -> str:
         """Where the key is unique: the consumer, which for a task is its type."""
         return self.message_type
+
+    @property
+    def gated_by(self) -> str | None:
+        """The gate it waits at; with an ordering key alone, its type's."""
+        if self.gate is None and self.ordering_key is not None:
+            return f"{self.message_type}:{self.ordering_key}"
+        return self.gate
 
     @property
     def claimed_as(self) -> str:
@@ -106,23 +117,26 @@ class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
     tags: dict[str, str] | None = None
     occurrence: Occurrence | None = None
     reply_to: str | None = None
+    gate: str | None = None
     pinned: bool = False
+    priority: int = 0
 
 
 _encode_headers = msgspec.json.Encoder(order="deterministic").encode
 _decode_headers = msgspec.json.Decoder(Headers).decode
 _NO_HEADERS = Headers()
-_NO_REST = (None, None, None, None, None, None, None, _NO_HEADERS.pinned)
+_NO_TEXTS, _NO_MARKS = (None,) * 8, (None, _NO_HEADERS.pinned, _NO_HEADERS.priority)
 
 
 def pack_headers(envelope: Envelope) -> bytes | None:
     """Return the seldom-used fields as bytes, or None when there are none."""
     e = envelope
-    rest = (e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags, e.occurrence, e.reply_to, e.pinned)
+    texts = (e.payload_ref, e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags, e.occurrence, e.reply_to)
+    marks = (e.gate, e.pinned, e.priority)
     # Most messages have none of them, and comparing is cheaper than making a record to compare.
-    if e.payload_ref is None and rest == _NO_REST:
+    if texts == _NO_TEXTS and marks == _NO_MARKS:
         return None
-    return _encode_headers(Headers(e.payload_ref, *rest))
+    return _encode_headers(Headers(*texts, *marks))
 
 
 def unpack_headers(data: bytes | None) -> Headers:
@@ -165,6 +179,7 @@ def _check_seldom(e: Envelope) -> None:
     for field, text, most in (
         ("deduplication_key", e.deduplication_key, limits.KEY_BYTES_MAX),
         ("ordering_key", e.ordering_key, limits.KEY_BYTES_MAX),
+        ("gate", e.gate, limits.GATE_BYTES_MAX),
         ("payload_ref", e.payload_ref, limits.KEY_BYTES_MAX),
         ("trace", e.trace, limits.ID_BYTES_MAX),
         ("reply_to", e.reply_to, limits.KEY_BYTES_MAX),
@@ -173,6 +188,8 @@ def _check_seldom(e: Envelope) -> None:
             limits.check_bytes(field, text, most)
     if e.sequence is not None and not 0 <= e.sequence <= limits.INTEGER_MAX:
         raise EnvelopeError("sequence", f"is {e.sequence}; 0 to {limits.INTEGER_MAX} are allowed")
+    if not 0 <= e.priority <= limits.PRIORITY_MAX:
+        raise EnvelopeError("priority", f"is {e.priority}; 0 to {limits.PRIORITY_MAX} are allowed")
     if e.occurrence is not None:
         _check_occurrence(e.occurrence)
     if e.tags:

@@ -26,11 +26,12 @@ from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
-from onefold.registry import Registry, Task
+from onefold.registry import Registry
 from onefold.retry import decide
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
 from onefold.stretch import until_a_person_acts
+from onefold.task import Task
 from onefold.threads import BusyError, Threads
 from onefold.tools import Middleware, Tools
 from onefold.transaction import Prepare

@@ -15,7 +15,7 @@ from onefold.blocking import SyncContext, SyncWork
 from onefold.context import Context
 from onefold.errors import HandlerError
 from onefold.inside import current
-from onefold.registry import Task
+from onefold.task import Task
 from onefold.threads import Threads
 from onefold.work import Work
 

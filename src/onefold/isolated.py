@@ -34,12 +34,12 @@ from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returne
 from onefold.handling import make_ready, refuse_strays, watched
 from onefold.inside import current
 from onefold.progress import Pulse
-from onefold.registry import Task
 from onefold.retry import decide, failure_of
 from onefold.step import Step
 from onefold.stepping import in_time
 from onefold.store import Dead, Lease, Said
 from onefold.sync import SyncApp
+from onefold.task import Task
 from onefold.threads import Threads
 from onefold.waiting import SyncTask
 

@@ -26,10 +26,10 @@ from onefold.clock import to_instant
 from onefold.context import Context
 from onefold.errors import HandlerError, HandlerTimeoutError, LeaseLostError, StoreUnavailableError, UncertainError
 from onefold.frames import Answered, Asked, Failed, Frame, Returned, Run, Setup, Told
-from onefold.registry import Task
 from onefold.retry import RetryPolicy
 from onefold.step import Step
 from onefold.store import Again, Dead, Failure, Lease, Said
+from onefold.task import Task
 from onefold.threads import BusyError
 
 #: What a process said before it died may still be on its way when its death is known.

@@ -22,6 +22,8 @@ JSON_DEPTH_MAX = 64
 JSON_DIGITS_MAX = 309
 #: A key is indexed and compared; a longer one is a payload in disguise.
 KEY_BYTES_MAX = 512
+#: A gate's name, a colon and a key.
+GATE_BYTES_MAX = 63 + 1 + KEY_BYTES_MAX
 #: A subject names one entity.
 SUBJECT_BYTES_MAX = 256
 #: Correlation and causation ids come from other systems; these are longer than any known one.
@@ -114,6 +116,29 @@ CONCURRENCY_MAX = 10_000
 CLAIM_MAX = 1_000
 #: Claim what will start within about this time at the measured rate.
 CLAIM_AHEAD_SECONDS = 0.1
+
+#: Gates that one claim looks at; the next goes on where it stopped, so many keys do not make claims long.
+GATES_PER_CLAIM = 256
+#: One claim that finds nothing looks at so many portions of that many gates before it says so.
+GATE_PORTIONS_MAX = 16
+#: Those who run are counted at every claim, so this many are a limit that nobody would feel.
+RUNNING_MAX = 10_000
+RATE_COUNT_MAX = 1_000_000
+#: A rate over a shorter time is a pause between two messages, and over a longer one a plan.
+RATE_SECONDS_MIN, RATE_SECONDS_MAX = 0.1, 30 * DAY
+#: While tokens are waited for, a worker looks this often at most.
+TOKEN_SECONDS_MIN = 0.05
+#: 0 to 9, as everywhere.
+PRIORITY_MAX = 9
+#: A step of priority is worth this much waiting: a message of the lowest overtakes new ones of the highest after nine.
+PRIORITY_STEP_SECONDS = 60.0
+#: A message that arrives before one with a lower number waits this long for it, unless its task says otherwise.
+GAP_SECONDS = 60.0
+GAP_SECONDS_MAX = MESSAGE_RETENTION
+#: With ``on_failure="skip"`` so many that wait for their next attempt are passed over; behind more, others wait too.
+PASSED_OVER_MAX = 100
+#: How long the last number of a line is remembered after its last message ended; then it begins anew with 1.
+LINE_RETENTION = 366 * DAY
 
 #: Without a wake-up a worker looks this often; wake-ups are hints and may be lost.
 POLL_SECONDS = 1.0

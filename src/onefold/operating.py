@@ -13,9 +13,10 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import ConfigurationError
 from onefold.inspection import DeadLetter
 from onefold.recurring import Keeper, Schedule, check_policy, template_of
-from onefold.registry import Call, Registry
+from onefold.registry import Registry
 from onefold.schedule import Catchup
 from onefold.store import Counts, Progress, Query, Record, Store
+from onefold.task import Call
 from onefold.timetable import make_timetable
 from onefold.transaction import refuse_inside
 

@@ -78,6 +78,9 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     worker: str
     #: How much others had recorded for it when it was claimed; see ``Parked``.
     wake: int = 0
+    #: The gate it came through, and whether it comes although one before it in its sequence is missing.
+    gate: str | None = None
+    gap: bool = False
 
     @property
     def id(self) -> str:
@@ -152,7 +155,13 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """It was not started, or was stopped for no fault of its own: as if it had never been claimed."""
+    """It was not started, or was stopped for no fault of its own: as if it had never been claimed.
+
+    One that was sent before its task had a ``gate`` waits there from now on; if ``ordered``, at the end of the line.
+    """
+
+    gate: str | None = None
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from onefold import limits
 from onefold.clock import MICROSECONDS, Clock, new_id, to_datetime
 from onefold.envelope import UNKEYED, Envelope, Occurrence
 from onefold.errors import ConfigurationError, StoreUnavailableError, seconds
-from onefold.registry import Call, Registry
+from onefold.registry import Registry
 from onefold.schedule import KIND, Catchup, ScheduleRecord, decode_schedule, encode_schedule
 from onefold.store import Registered, Store
+from onefold.task import Call
 from onefold.timetable import Cron, Delay, Timetable, preview, zone_of
 
 logger = logging.getLogger("onefold")

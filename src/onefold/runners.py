@@ -16,10 +16,10 @@ from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings
-from onefold.registry import Task
 from onefold.settling import Held, Settler
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
+from onefold.task import Task
 
 logger = logging.getLogger("onefold")
 

@@ -12,7 +12,8 @@ from onefold.effects import LedgerEntry
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.journal import signal_note
-from onefold.registry import DEFAULT_RETRY, Registry, TaskSettings
+from onefold.options import DEFAULT_RETRY, TaskSettings
+from onefold.registry import Registry
 from onefold.retry import RetryPolicy
 from onefold.step import Step
 from onefold.stepping import StepOptions, declare

@@ -12,8 +12,9 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from onefold import limits
 from onefold.codec import ResultCodec, result_codec
 from onefold.errors import ConfigurationError, HandlerTimeoutError, seconds
-from onefold.registry import DEFAULT_RETRY, takes_first
+from onefold.options import DEFAULT_RETRY
 from onefold.retry import RetryPolicy
+from onefold.task import takes_first
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")

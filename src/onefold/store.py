@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from onefold import limits
 from onefold.envelope import Envelope
+from onefold.gate import NO_GATINGS, Gating
 from onefold.outcome import (
     MOVES,
     Again,
@@ -199,9 +200,15 @@ class Store(Protocol):
         lease: float,
         worker: str,
         lane: Lane = Lane.ANY,
+        gatings: Mapping[str, Gating] = NO_GATINGS,
+        at_once: int | None = None,
     ) -> list[Lease]:
         """Take due messages, including those whose lease ran out: queues in the order given, the longest due first.
 
+        A message that waits at a gate is taken only as the ``gatings`` allow, which are given by the gates' names:
+        never more at once than may run, counted from the leases that are alive; in a line only the first of those that
+        have not ended.  Gates take turns, however many messages wait at one of them.
+        Of those that take a place or a token from others, at most ``at_once`` are taken: so many can begin now.
         Committed when it returns, so no lock is held while a handler runs.
         """
         ...

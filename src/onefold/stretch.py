@@ -28,11 +28,11 @@ from onefold.handling import end_strays, refuse_strays
 from onefold.inside import current
 from onefold.journal import Journal, Retried, decode_failure, encode
 from onefold.receipt import Receipt
-from onefold.registry import Call
 from onefold.retry import decide, failure_of
 from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
 from onefold.store import Dead, Failure, Lease, Parked, Transaction
+from onefold.task import Call
 from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")

@@ -19,8 +19,8 @@ from onefold.crew import Crew, SupervisorSettings
 from onefold.errors import ConfigurationError, StoreError
 from onefold.process import WorkerProcess
 from onefold.purging import keep_purged
-from onefold.registry import Task
 from onefold.store import Lane, Query, Record, State, Store
+from onefold.task import Task
 from onefold.watch import Watch
 
 logger = logging.getLogger("onefold")

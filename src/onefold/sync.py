@@ -20,10 +20,11 @@ from onefold.clock import Clock
 from onefold.context import Context
 from onefold.errors import ConfigurationError
 from onefold.inside import current
+from onefold.options import TaskOptions
 from onefold.portal import Portal
-from onefold.registry import Call, Sendable, Task, TaskOptions
 from onefold.store import Store
 from onefold.syncing import Declare, SyncVerbs
+from onefold.task import Call, Sendable, Task
 from onefold.tools import Middleware
 from onefold.waiting import SyncReceipt, SyncTask, SyncTransaction
 

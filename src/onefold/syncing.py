@@ -14,12 +14,13 @@ from onefold.effects import LedgerEntry
 from onefold.errors import ConfigurationError
 from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
+from onefold.options import TaskOptions
 from onefold.portal import Portal
-from onefold.registry import Call, Sendable, Task, TaskOptions
 from onefold.schedule import Catchup
 from onefold.step import Step
 from onefold.stepping import StepOptions
 from onefold.store import Counts, Progress, Query, Record
+from onefold.task import Call, Sendable, Task
 from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask
 from onefold.workflow import Run
 

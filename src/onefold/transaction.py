@@ -14,9 +14,9 @@ from onefold.identity import derived_key
 from onefold.inside import current
 from onefold.journal import signal_note
 from onefold.receipt import Receipt
-from onefold.registry import Call, Sendable
 from onefold.step import Note
 from onefold.store import Stored, Transaction
+from onefold.task import Call, Sendable
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,11 +9,12 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
 from onefold.debounce import Debounced
 from onefold.envelope import Envelope
 from onefold.inspection import DeadLetter
+from onefold.options import SendOptions
 from onefold.portal import Portal
 from onefold.receipt import Receipt
 from onefold.recurring import Schedule
-from onefold.registry import BoundTask, Call, Sendable, SendOptions, Task
 from onefold.store import Attempt, Failure, State
+from onefold.task import BoundTask, Call, Sendable, Task
 from onefold.transaction import AppTransaction
 
 P = ParamSpec("P")

@@ -13,9 +13,9 @@ from onefold.envelope import Envelope
 from onefold.errors import HandlerError, LeaseLostError, TransactionTooLongError
 from onefold.inside import outside
 from onefold.receipt import Receipt
-from onefold.registry import Call, Sendable
 from onefold.step import Note
 from onefold.store import Lease, Outcome, Store, Transaction
+from onefold.task import Call, Sendable
 from onefold.transaction import Buffer, Prepare, commits_apart
 
 P = ParamSpec("P")

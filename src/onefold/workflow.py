@@ -37,12 +37,12 @@ from onefold.errors import (
 from onefold.inside import current
 from onefold.journal import Journal, Sent, due_at, encode, read_journal, signal_note
 from onefold.receipt import Receipt
-from onefold.registry import BoundTask, Call, Task, takes_first
 from onefold.retry import failure_of
 from onefold.step import Step, StepKind
 from onefold.stepping import StepOptions, in_time, step_function
 from onefold.store import Dead, Done, Lease, Outcome, State, Stored
 from onefold.stretch import Raised, Stretch, Wait, branch, stopped_from_outside, until_a_person_acts
+from onefold.task import BoundTask, Call, Task, takes_first
 from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")

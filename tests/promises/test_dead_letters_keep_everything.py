@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from onefold import App, Context, DeadLetter, Reject, RetryPolicy
-from onefold.registry import Task
 from onefold.store import State
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

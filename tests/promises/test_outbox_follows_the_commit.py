@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onefold import App, Context, KeyReuseError, Reject
-from onefold.registry import Task
 from onefold.store import Query, State
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onefold import App, CancelledMessageError, Context, DeadError, KeyReuseError, Reject
-from onefold.registry import Task
 from onefold.store import State
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

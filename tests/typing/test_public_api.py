@@ -16,8 +16,8 @@ from typing import Any, assert_type
 
 import onefold
 from onefold import App, Call, Context, DeadLetter, Envelope, Receipt, RetryPolicy, State, Task
-from onefold.registry import BoundTask
 from onefold.store import Counts, Query, Record
+from onefold.task import BoundTask
 
 app = App("sqlite:///never-opened.db")
 

@@ -20,7 +20,7 @@ from onefold import (
     State,
     limits,
 )
-from onefold.registry import Task
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import Bench

@@ -19,8 +19,8 @@ from onefold import (
     Reject,
     ResultTimeoutError,
 )
-from onefold.registry import Task
 from onefold.store import State
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import Bench

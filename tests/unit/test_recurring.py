@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from onefold import App, ConfigurationError, Context, Envelope, EnvelopeError, Query, Reject, State, Task, limits
 from onefold.clock import MICROSECONDS, give_way, to_datetime, to_instant
+from onefold.options import TaskOptions, TaskSettings
 from onefold.recurring import begin_now, template_of
-from onefold.registry import TaskOptions, TaskSettings
 from onefold.schedule import Catchup, Plan, ScheduleRecord, decode_schedule, encode_schedule, plan
 from onefold.stores import open_store
 from onefold.stores.sqlite import SQLiteStore

@@ -11,7 +11,8 @@ import pytest
 from onefold import App, Call, Context, limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError
-from onefold.registry import SendOptions, Task
+from onefold.options import SendOptions
+from onefold.task import Task
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_every_option_reaches_the_message(app: App) -> None:
         "tags": {"tenant": "t"},
         "if_dead": "redrive",
     }
-    assert given.keys() | {"delay"} == SendOptions.__annotations__.keys()
+    assert given.keys() | {"delay", "priority"} == SendOptions.__annotations__.keys()
     e = declared(app).options(**given).call(1).envelope("id")
     assert (e.idempotency_key, e.due_at, e.deduplication_key) == ("k", to_instant(at), "d")
     assert (e.deduplicate_for, e.retention) == (300 * MICROSECONDS, 86_400 * MICROSECONDS)

@@ -26,9 +26,9 @@ from onefold import (
     StoreUnavailableError,
 )
 from onefold.errors import ConfigurationError, DecodeError
-from onefold.registry import Task
 from onefold.stores import masked
 from onefold.stores.postgres import PostgresStore
+from onefold.task import Task
 
 if TYPE_CHECKING:
     from conftest import Bench

@@ -13,9 +13,10 @@ import pytest
 from onefold import App, Context, RetryPolicy, Snooze, State
 from onefold.clock import MICROSECONDS
 from onefold.errors import ConfigurationError
-from onefold.registry import Task, TaskSettings
+from onefold.options import TaskSettings
 from onefold.store import Query
 from onefold.stores.sqlite import SQLiteStore
+from onefold.task import Task
 from onefold.testing import FakeClock, HastyClock, assert_idle, context, drain
 
 

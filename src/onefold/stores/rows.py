@@ -67,23 +67,6 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
             due_at=due,
             expires_at=expires,
         )
-    if packed is None:
-        # By far the most; the rest of the fields is as it is made.
-        return Envelope(
-            id=id_,
-            message_type=type_,
-            schema_version=version,
-            queue=queue,
-            idempotency_key=key,
-            correlation_id=correlation,
-            causation_id=causation,
-            subject=subject,
-            created_at=created,
-            retention=retention,
-            payload_inline=payload,
-            due_at=due,
-            expires_at=expires,
-        )
     headers = unpack_headers(packed)
     return Envelope(
         id=id_,
@@ -108,6 +91,8 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
         occurrence=headers.occurrence,
         reply_to=headers.reply_to,
         pinned=headers.pinned,
+        gate=headers.gate,
+        priority=headers.priority,
     )
 
 

@@ -12,8 +12,8 @@ from onefold.clock import MICROSECONDS
 from onefold.context import Context
 from onefold.errors import ConfigurationError
 from onefold.inside import current
-from onefold.registry import Task
 from onefold.store import Lease
+from onefold.task import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")

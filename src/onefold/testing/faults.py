@@ -15,6 +15,7 @@ from onefold import limits
 from onefold.clock import Clock, SystemClock
 from onefold.envelope import Envelope
 from onefold.errors import StoreUnavailableError
+from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
     Act,
@@ -162,9 +163,21 @@ class FaultyStore:
         lease: float,
         worker: str,
         lane: Lane = Lane.ANY,
+        gatings: Mapping[str, Gating] = NO_GATINGS,
+        at_once: int | None = None,
     ) -> list[Lease]:
         return await self.call(
-            "claim", lambda: self._store.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
+            "claim",
+            lambda: self._store.claim(
+                queues,
+                types=types,
+                limit=limit,
+                lease=lease,
+                worker=worker,
+                lane=lane,
+                gatings=gatings,
+                at_once=at_once,
+            ),
         )
 
     async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:

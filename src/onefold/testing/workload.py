@@ -15,9 +15,9 @@ from onefold.app import App
 from onefold.context import Context
 from onefold.errors import Reject, Retry, Snooze, StoreUnavailableError
 from onefold.inspection import DeadLetter
-from onefold.registry import Task
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record
+from onefold.task import Task
 from onefold.testing.checker import Journal
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
 

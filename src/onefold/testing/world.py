@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import apsw
 from onefold.app import App
 from onefold.clock import MICROSECONDS
 from onefold.errors import OnefoldError, StoreUnavailableError
+from onefold.gate import NO_GATINGS, Gating
 from onefold.store import Fenced, Lane, Lease, Query, Record, State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.connection import Patience
@@ -129,9 +130,20 @@ class SimulatedStore(FaultyStore):
         lease: float,
         worker: str,
         lane: Lane = Lane.ANY,
+        gatings: Mapping[str, Gating] = NO_GATINGS,
+        at_once: int | None = None,
     ) -> list[Lease]:
         async def claim() -> list[Lease]:
-            leases = await self._sqlite.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
+            leases = await self._sqlite.claim(
+                queues,
+                types=types,
+                limit=limit,
+                lease=lease,
+                worker=worker,
+                lane=lane,
+                gatings=gatings,
+                at_once=at_once,
+            )
             self._answer = {(one.id, one.fence) for one in leases}
             for one in leases:
                 self._world.journal.claim(worker, one.id, one.fence)

@@ -16,6 +16,7 @@ import psycopg
 from onefold.clock import Clock, system_random
 from onefold.envelope import Envelope
 from onefold.errors import CommitUnknownError, StoreError
+from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
     Attempt,
@@ -284,6 +285,8 @@ class PostgresStore:
         lease: float,
         worker: str,
         lane: Lane = Lane.ANY,
+        gatings: Mapping[str, Gating] = NO_GATINGS,
+        at_once: int | None = None,
     ) -> list[Lease]:
         wanted = Wanted(queues, types, limit, lease, worker, lane, _chance.getrandbits(_CALL_BITS))
 

@@ -53,7 +53,7 @@ def claim(
 def _lease_of(row: Row, claimed_at: int, worker: str) -> Lease:
     """Return the lease of a row just claimed, which still shows the fence before the claim."""
     fence, attempt, crashes, replays, wake, seq = row[14:]
-    return RowLease(envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake, seq)
+    return RowLease(envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake, seq=seq)
 
 
 def claim_possible(session: Session, queues: Sequence[str], types: Sequence[str], lane: Lane) -> bool:

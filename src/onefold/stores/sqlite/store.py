@@ -15,6 +15,7 @@ from onefold import limits
 from onefold.clock import Clock, SystemClock, boot_id
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
+from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
     Attempt,
@@ -199,6 +200,8 @@ class SQLiteStore:
         lease: float,
         worker: str,
         lane: Lane = Lane.ANY,
+        gatings: Mapping[str, Gating] = NO_GATINGS,
+        at_once: int | None = None,
     ) -> list[Lease]:
         # Looking first keeps idle workers away from the write lock.
         if not self._found and not await self._read(lambda session: claim_possible(session, queues, types, lane)):

@@ -13,6 +13,7 @@ import msgspec
 from onefold.clock import Clock, new_id
 from onefold.codec import fingerprint_of
 from onefold.envelope import UNKEYED, Envelope
+from onefold.gate import Gating
 from onefold.store import (
     Act,
     Again,
@@ -93,10 +94,21 @@ class Bench:
         lease: float = LEASE,
         worker: str = "grace",
         lane: Lane = Lane.ANY,
+        gatings: Sequence[Gating] = (),
+        at_once: int | None = None,
     ) -> list[Lease]:
         """Claim what is due."""
-        asked = store or self.store
-        return await asked.claim(queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane)
+        asked, by_name = store or self.store, {one.name: one for one in gatings}
+        return await asked.claim(
+            queues,
+            types=types,
+            limit=limit,
+            lease=lease,
+            worker=worker,
+            lane=lane,
+            gatings=by_name,
+            at_once=at_once,
+        )
 
     async def leased(self, key: str | None = None, **fields: Any) -> Lease:
         """Send one message and claim it, while nothing else is due."""

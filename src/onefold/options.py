@@ -1,0 +1,144 @@
+"""Stage 1, declare: what a task's decorator and its sends may say, checked when it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal, TypedDict
+
+from onefold import limits
+from onefold.clock import to_instant
+from onefold.envelope import SCHEDULED, UNKEYED
+from onefold.errors import ConfigurationError, seconds
+from onefold.gate import GateOptions, GateSettings, check_priority
+from onefold.identity import KeySource
+from onefold.retry import RetryPolicy
+
+#: What a handler does outside its own commit, as it declares it; `docs/guarantees.md` explains the letters.
+Effect = Literal["T", "K", "F", "N"]
+
+#: What a task does unless it says otherwise.
+DEFAULT_RETRY = RetryPolicy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings(GateSettings):
+    """Everything about a task that its decorator sets."""
+
+    name: str | None = None
+    #: A template over the arguments such as ``"{order_id}:charge"``, or a function of them.
+    key: KeySource | None = None
+    subject: KeySource | None = None
+    #: Only these arguments tell whether two sends with one key are the same work.
+    fingerprint: tuple[str, ...] | None = None
+    queue: str = "default"
+    #: The version of the arguments; raise it when they change their meaning.
+    version: int = 1
+    retry: RetryPolicy = DEFAULT_RETRY
+    timeout: timedelta | float | None = None
+    expires: timedelta | float | None = limits.MESSAGE_RETENTION
+    #: How long the key is remembered after the message ended.
+    key_window: timedelta | float = limits.KEY_WINDOW
+    #: ``batch`` shares commits between handlers without SQL of their own; ``now`` has the smallest window for a re-run.
+    settle: Literal["batch", "now"] = "batch"
+    effects: tuple[Effect, ...] | None = None
+    #: A handler that neither beats nor reports progress for this long is shown and logged as stalled.
+    beat_within: timedelta | float | None = None
+    #: Give each run a process, which may die without harm to others.
+    isolate: bool = False
+    #: Give each run up to so many messages; True for the default number.
+    batch: int = 0
+
+
+class TaskOptions(GateOptions, total=False):
+    """The same settings as keywords, for decorators that have others beside them."""
+
+    name: str | None
+    key: KeySource | None
+    subject: KeySource | None
+    fingerprint: tuple[str, ...] | None
+    queue: str
+    version: int
+    retry: RetryPolicy
+    timeout: timedelta | float | None
+    expires: timedelta | float | None
+    key_window: timedelta | float
+    settle: Literal["batch", "now"]
+    effects: tuple[Effect, ...] | None
+    beat_within: timedelta | float | None
+
+
+class SendOptions(TypedDict, total=False):
+    """What ``task.options(…)`` accepts."""
+
+    #: The idempotency key, instead of the one made by the task's ``key=``.
+    key: str
+    #: Send it only after this long, or not before this moment.
+    delay: timedelta | float
+    at: datetime
+    #: Coalesce triggers: while this key's window lasts, a second send is a duplicate whatever its payload.
+    #: Exact on every store: the check and the write are one atomic act.
+    deduplicate: str
+    deduplicate_for: timedelta | float
+    #: Give up this long after it became due, as a dead letter with the reason ``expired``; None keeps it for ever.
+    expires: timedelta | float | None
+    queue: str
+    subject: str
+    correlation_id: str
+    causation_id: str
+    #: Messages with one of these run one at a time, in the order of their sends, or of their ``sequence`` if they have
+    #: one: numbers without gaps that begin with 1.
+    ordering_key: str
+    sequence: int
+    #: From 0 to 9, instead of the task's own.
+    priority: int
+    trace: str
+    tags: dict[str, str]
+    #: What a second send does when the first one is a dead letter.
+    if_dead: Literal["keep", "redrive"]
+
+
+def check_options(options: SendOptions) -> SendOptions:
+    """Refuse options that are unknown, contradict each other or lie outside their range."""
+    unknown = options.keys() - SendOptions.__annotations__.keys()
+    if unknown:
+        raise ConfigurationError(f"unknown option {min(unknown)!r}; known: {', '.join(SendOptions.__annotations__)}")
+    if "delay" in options and "at" in options:
+        raise ConfigurationError("delay and at exclude each other")
+    for name in ("delay", "expires"):
+        if (duration := options.get(name)) is not None:
+            seconds(duration)  # type: ignore[arg-type]
+    for name in ("key", "subject", "correlation_id", "causation_id", "deduplicate", "ordering_key", "trace"):
+        if name in options:
+            limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)  # type: ignore[literal-required]
+    if "at" in options:
+        try:
+            to_instant(options["at"])
+        except ValueError as error:
+            raise ConfigurationError(f"at: {error}") from error
+    if "queue" in options:
+        limits.check_name("queue", options["queue"])
+    if "deduplicate_for" in options:
+        limits.check_range(
+            "deduplicate_for",
+            seconds(options["deduplicate_for"]),
+            limits.DEDUPLICATION_WINDOW_MIN,
+            limits.DEDUPLICATION_WINDOW_MAX,
+        )
+    if "priority" in options:
+        check_priority(options["priority"])
+    if (wrong := reserved(options.get("key", "-"))) is not None:
+        raise ConfigurationError(f"the key {wrong}")
+    return options
+
+
+#: Keys that begin like this are given by onefold itself, and what they mark.
+_RESERVED = {UNKEYED: "without a key", SCHEDULED: "of a schedule"}
+
+
+def reserved(key: str) -> str | None:
+    """Say what is wrong with a key that onefold itself might have given; None if nothing is."""
+    for prefix, marked in _RESERVED.items():
+        if key.startswith(prefix):
+            return f"begins with {prefix!r}, which marks messages {marked}"
+    return None

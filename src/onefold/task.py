@@ -1,0 +1,239 @@
+"""Stage 1, declare: a task, which is a function with a name, a way to find its key, and a policy; and its calls.
+
+It belongs to a sender, which is anything that can send a call, so this module knows nothing of apps and stores.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
+
+import msgspec
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, to_instant
+from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check
+from onefold.errors import ConfigurationError, EnvelopeError, seconds
+from onefold.gate import NOWHERE, Gate, Place
+from onefold.handler import Handler
+from onefold.identity import KeyFunction, KeySource, derived_key, from_source
+from onefold.options import SendOptions, TaskSettings, check_options, reserved
+from onefold.receipt import Receipt
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
+    """One call of a task, checked and encoded, not yet sent."""
+
+    task: Task[Any, R]
+    payload: bytes
+    fingerprint: bytes
+    key: str | None
+    subject: str | None
+    options: SendOptions
+    place: Place = NOWHERE
+
+    def envelope(self, id_: str, *, parent: Envelope | None = None, index: int = 0) -> Envelope:
+        """Make the message; ``parent`` is the one whose handler sends it, as its ``index``-th send without a key."""
+        key = self.key
+        if key is None:
+            key = derived_key(parent.id, index) if parent is not None else f"{UNKEYED}{id_}"
+        subject = self.subject or (self.task.name if self.key is None else _shortened(key))
+        if self.options or self.place is not NOWHERE or self.task.gate.priority:
+            return self._with_options(id_, key, subject, parent)
+        envelope = Envelope(
+            id=id_,
+            message_type=self.task.name,
+            schema_version=self.task.version,
+            queue=self.task.queue,
+            idempotency_key=key,
+            correlation_id=id_ if parent is None else parent.correlation_id,
+            causation_id=id_ if parent is None else parent.id,
+            subject=subject,
+            payload_inline=self.payload,
+            fingerprint=self.fingerprint,
+            trace=None if parent is None else parent.trace,
+            retention=self.task.retention,
+            pinned=self.task.pinned,
+        )
+        # What is not from the arguments was checked when the task was declared or the parent was made.
+        surely_good = key.isascii() and key.isprintable() and 0 < len(key) <= limits.SUBJECT_BYTES_MAX
+        surely_good = surely_good and subject.isascii() and subject.isprintable() and 0 < len(subject) <= len(key)
+        return envelope if surely_good and len(self.payload) <= SURELY_FITS else check(envelope)
+
+    def _with_options(self, id_: str, key: str, subject: str, parent: Envelope | None) -> Envelope:
+        options = self.options
+        expires = options.get("expires", self.task.expires)
+        return check(
+            Envelope(
+                id=id_,
+                message_type=self.task.name,
+                schema_version=self.task.version,
+                queue=options.get("queue", self.task.queue),
+                idempotency_key=key,
+                correlation_id=options.get("correlation_id") or (parent.correlation_id if parent else id_),
+                causation_id=options.get("causation_id") or (parent.id if parent else id_),
+                subject=subject,
+                payload_inline=self.payload,
+                fingerprint=self.fingerprint,
+                deduplication_key=options.get("deduplicate"),
+                deduplicate_for=_micros(options.get("deduplicate_for", limits.DEDUPLICATION_WINDOW)),
+                gate=self.place.gate,
+                ordering_key=self.place.ordering_key,
+                sequence=options.get("sequence"),
+                priority=options.get("priority", self.task.gate.priority),
+                trace=options.get("trace") or (parent.trace if parent else None),
+                tags=options.get("tags"),
+                delay=_micros(options.get("delay", 0)),
+                due_at=to_instant(options["at"]) if "at" in options else 0,
+                retention=0 if expires is None else _micros(expires),
+                pinned=self.task.pinned,
+            )
+        )
+
+    def __repr__(self) -> str:
+        # Without the payload: what is printed or logged is no place for it.
+        return f"<call of {self.task.name} key={self.key!r}>"
+
+
+def _shortened(key: str) -> str:
+    if len(key) <= limits.SUBJECT_BYTES_MAX // 4:
+        return key  # no character has more than four bytes
+    return key.encode()[: limits.SUBJECT_BYTES_MAX].decode(errors="ignore")
+
+
+def _micros(duration: timedelta | float) -> int:
+    return round(seconds(duration) * MICROSECONDS)
+
+
+class Sender(Protocol):
+    """Whoever can send a call: an app."""
+
+    def dispatch(self, call: Call[R]) -> Coroutine[Any, Any, Receipt[R]]: ...
+
+
+class Sendable(Protocol[P, R]):
+    """What can be sent: a task, with options or without."""
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]: ...
+
+
+class Task(Generic[P, R]):
+    """A handler that can be sent: ``await task.send(…)`` stores the call, a worker makes it."""
+
+    #: Whether a message is handled by exactly the version it was sent to; several may then be declared side by side.
+    pinned = False
+
+    def __init__(self, sender: Sender, function: Callable[..., Any], settings: TaskSettings) -> None:
+        self.function = function
+        self.name = limits.check_name("task", settings.name or str(getattr(function, "__name__", "")))
+        self.handler = Handler(self.name, function, isolate=settings.isolate, batch=settings.batch)
+        if self.pinned and not self.handler.is_async:
+            raise ConfigurationError(f"{self.name}: a workflow must be an async function; write `async def`")
+        self.queue = limits.check_name("queue", settings.queue)
+        self.takes_context = self._is_handed_something(function)
+        self.signature = self.handler.signature(skip=int(self.takes_context), fingerprint=settings.fingerprint)
+        self._key = self._source("key", settings.key)
+        self._subject = self._source("subject", settings.subject)
+        self.gate = Gate(self.name, settings, self.signature.hints)
+        limits.check_range("version", settings.version, 1, limits.SCHEMA_VERSION_MAX)
+        self.version = settings.version
+        self.retry = settings.retry
+        self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
+        #: Whether it is simply called on the event loop, with nothing around it.
+        self.is_direct = self.handler.is_direct and self.timeout_seconds is None
+        self.expires = settings.expires
+        self.retention = 0 if settings.expires is None else _micros(settings.expires)
+        self.key_window = seconds(settings.key_window)
+        self.settle = settings.settle
+        self.effects = settings.effects
+        self.beat_seconds = None if settings.beat_within is None else seconds(settings.beat_within)
+        self._sender = sender
+        self._check_windows()
+
+    def _is_handed_something(self, function: Callable[..., Any]) -> bool:
+        """Whether the first parameter is not an argument of the message."""
+        return self.handler.takes_context
+
+    def _source(self, what: str, source: KeySource | None) -> KeyFunction | None:
+        return None if source is None else from_source(self.name, what, source, self.signature.hints)
+
+    def _check_windows(self) -> None:
+        """A key that is forgotten while its message can still come back would let the effect happen twice."""
+        needed = (0.0 if self.expires is None else seconds(self.expires)) + limits.DEAD_RETENTION
+        if self.key_window < needed:
+            raise ConfigurationError(
+                f"{self.name}: key_window is {self.key_window / limits.DAY:g} days; it must cover the message's own "
+                f"time and its time as a dead letter, {needed / limits.DAY:g} days; raise it, or lower expires="
+            )
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
+        """Send one message.
+
+        Wrong arguments raise here, at the call.  When the awaited call returns, the message is durable;
+        inside a handler or transaction it leaves with its commit.
+        A crash before that leaves nothing or one message; sending again with the same key is harmless.
+        """
+        return self._sender.dispatch(self.call(*args, **kwargs))
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Check and encode one call for ``send_many`` or a transaction, without sending it."""
+        return self.make_call(args, kwargs, {})
+
+    def options(self, **options: Unpack[SendOptions]) -> BoundTask[P, R]:
+        """Return this task with options for the sends that follow; they never mix with arguments."""
+        return BoundTask(self, check_options(options))
+
+    def make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: SendOptions) -> Call[R]:
+        """Bind, check and encode arguments; everything that can be wrong with them raises here."""
+        arguments = self.signature.bind(args, kwargs)
+        payload, fingerprint = self.signature.encode(arguments)
+        key = options.get("key") or (self._key(arguments) if self._key is not None else None)
+        if key is not None and (wrong := reserved(key)) is not None:
+            raise EnvelopeError("idempotency_key", wrong)
+        subject = options.get("subject") or (self._subject(arguments) if self._subject is not None else None)
+        place = self._place(arguments, options) if options or self.gate.is_for_all else NOWHERE
+        return Call(self, payload, fingerprint, key, subject, options, place)
+
+    def _place(self, arguments: Mapping[str, Any], options: SendOptions) -> Place:
+        place = self.gate.find(arguments, options.get("ordering_key"), options.get("priority", 0))
+        if "sequence" in options and place.ordering_key is None:
+            raise ConfigurationError(f"{self.name}: a sequence numbers the messages of an ordering_key; say which")
+        return place
+
+    def __repr__(self) -> str:
+        return f"<task {self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTask(Generic[P, R]):
+    """A task with options."""
+
+    task: Task[P, R]
+    bound: SendOptions
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
+        """Send one message with these options; see ``Task.send``."""
+        return self.task._sender.dispatch(self.call(*args, **kwargs))
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        """Check and encode one call with these options, without sending it."""
+        return self.task.make_call(args, kwargs, self.bound)
+
+    def options(self, **options: Unpack[SendOptions]) -> BoundTask[P, R]:
+        """Add more options."""
+        return replace(self, bound=check_options({**self.bound, **options}))
+
+
+def takes_first(function: Callable[..., Any], kind: str, plain: str) -> bool:
+    """Whether the first parameter is of this kind: by its type hint, or without one by its name."""
+    for parameter in inspect.signature(function).parameters.values():
+        hint = parameter.annotation
+        name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+        return name.rpartition(".")[2] == kind or (hint is parameter.empty and parameter.name == plain)
+    return False
