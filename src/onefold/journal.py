@@ -32,7 +32,7 @@ encode = msgspec.json.Encoder().encode
 decode_failure = msgspec.json.Decoder(Failure).decode
 decode_ended = msgspec.json.Decoder(Ended).decode
 _decode_text = msgspec.json.Decoder(str | None).decode
-_decode_seconds = msgspec.json.Decoder(float).decode
+_decode_seconds = msgspec.json.Decoder(float | None).decode
 
 
 class Retried(msgspec.Struct, frozen=True):
@@ -68,6 +68,8 @@ class Journal:
         self._mailbox: dict[str, list[Step]] = {}
         self._taken: set[str] = set()
         self._ordinals: Counter[str] = Counter()
+        #: What the code asked for last, by branch.
+        self._last: dict[str, str] = {}
         #: How many steps the code has asked for.
         self.asked = 0
         #: How often a person made the run go back.
@@ -111,16 +113,22 @@ class Journal:
         if self.asked == _STEPS_WARNED:
             logger.warning("many_steps run_id=%s steps=%d most=%d", self._run_id, self.asked, limits.STEPS_MAX)
         self._unasked.get(branch, {}).pop(name, None)
+        self._last[branch] = name
         return name
 
     def begin(self, name: str) -> None:
         """Something new is about to be done: refuse if the journal goes on otherwise."""
-        if unasked := self._unasked.get(branch_of(name)):
-            raise ReplayError(self._run_id, code=name, journal=next(iter(unasked)))
         for kind in _ASKED:
             if (name, kind) in self._lines:
                 told = f"{name} as a {kind.name.lower()}"
                 raise ReplayError(self._run_id, code=f"{name} as something else", journal=told)
+        self.pause(branch_of(name), name)
+
+    def pause(self, branch: str, name: str | None = None) -> None:
+        """The code waits in this branch, or is given something new: refuse if the journal went on otherwise."""
+        if unasked := self._unasked.get(branch):
+            code = name or self._last.get(branch, "a wait")
+            raise ReplayError(self._run_id, code=code, journal=next(iter(unasked)))
 
     def end(self) -> None:
         """The code is through: refuse if the journal says that there was more."""
@@ -185,6 +193,7 @@ class Journal:
                 if step.name == _decode_text(taken.value):
                     return step
             elif step.name not in self._taken:
+                self.pause(branch_of(name), name)
                 self._taken.add(step.name)
                 self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
                 return step
@@ -210,9 +219,10 @@ def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:
     return Note(run_id, Step(line, StepKind.SIGNAL, _signal_value.encode(value)))
 
 
-def due_at(timer: Step) -> int:
-    """Return when a timer's time is over."""
-    return timer.at + round(_decode_seconds(timer.value) * MICROSECONDS)
+def due_at(timer: Step) -> int | None:
+    """Return when a timer's time is over; None when it has no end."""
+    seconds = _decode_seconds(timer.value)
+    return None if seconds is None else timer.at + round(seconds * MICROSECONDS)
 
 
 def branch_of(name: str) -> str:

@@ -25,7 +25,7 @@ class StepKind(IntEnum):
     EFFECT = 4
     #: The effect of an intent did not happen.
     VOID = 5
-    #: How long to wait, from the moment this was recorded.
+    #: How long to wait, from the moment this was recorded; null for a wait without an end.
     TIMER = 6
     #: A message that was sent.
     SENT = 7

@@ -102,6 +102,8 @@ class Stretch:
     async def wait(self, wait: Wait) -> None:
         """Wait; the branch does not go on in this stretch."""
         self.refuse()
+        with self.fatal:
+            self.journal.pause(branch.get())
         self._waits.append(wait)
         self._running -= 1
         if self._running <= 0:
@@ -109,14 +111,15 @@ class Stretch:
         await self._parked.wait()
         raise Parking
 
-    async def wait_until(self, instant: int, *, awaits: int = 0) -> None:
-        """Wait unless the time has come."""
-        if instant > self.now:
+    async def wait_until(self, instant: int | None, *, awaits: int = 0) -> None:
+        """Wait unless the time has come; None never does."""
+        if instant is None or instant > self.now:
             await self.wait(Wait(instant, awaits))
 
-    async def wait_for(self, seconds: float, *, awaits: int = 0, failure: Failure | None = None) -> None:
-        """Wait for so long, from now."""
-        await self.wait(Wait(self.now + round(seconds * MICROSECONDS), awaits, failure))
+    async def wait_for(self, seconds: float | None, *, awaits: int = 0, failure: Failure | None = None) -> None:
+        """Wait for so long, from now; without a number, for others only."""
+        until = None if seconds is None else self.now + round(seconds * MICROSECONDS)
+        await self.wait(Wait(until, awaits, failure))
 
     def _park(self) -> Parking:
         self._parking = True

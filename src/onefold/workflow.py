@@ -41,7 +41,7 @@ from onefold.retry import failure_of
 from onefold.step import Step, StepKind
 from onefold.stepping import StepOptions, in_time, step_function
 from onefold.store import Dead, Done, Lease, Outcome, State, Stored
-from onefold.stretch import Raised, Stretch, Wait, branch, stopped_from_outside, until_a_person_acts
+from onefold.stretch import Raised, Stretch, branch, stopped_from_outside, until_a_person_acts
 from onefold.task import BoundTask, Call, Task, takes_first
 from onefold.tools import Tools
 
@@ -180,14 +180,15 @@ class Run:
         timer, taken = journal.find(name, StepKind.TIMER), journal.find(name, StepKind.TAKEN)
         if timer is None and taken is None:
             stretch.begin(name)
-        if (step := journal.take_signal(name, signal)) is not None:
+        with stretch.fatal:
+            step = journal.take_signal(name, signal)
+        if step is not None:
             return codec.decode(step.value)
         late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
         if taken is not None:
             raise late
-        if length is None:
-            await stretch.wait(Wait(awaits=1))
-        elif timer is None:
+        if timer is None:
+            # Without a limit too: so that people see what it waits for, and a change of the code is noticed.
             journal.pending.append(Step(name, StepKind.TIMER, encode(length)))
             await stretch.wait_for(length, awaits=1)
         else:

@@ -137,6 +137,34 @@ def test_changed_code_is_noticed_and_the_run_is_parked_unharmed(
     bench.run(scenario)
 
 
+@pytest.mark.parametrize("wait", ["sleep#1", "go#1"])
+def test_a_step_that_is_gone_is_noticed_before_the_wait_after_it_is_over(sqlite_bench: Bench, wait: str) -> None:
+    """H6: what a run waits for is in its journal, and so is what came before it."""
+    bench = sqlite_bench
+    new = another(bench)
+
+    async def pause(run: Run) -> Any:
+        return await (run.sleep(60) if wait == "sleep#1" else run.signal("go"))
+
+    @bench.app.workflow(name="flow")
+    async def old(run: Run) -> None:
+        await run.step(first, 1)
+        await pause(run)
+
+    @new.workflow(name="flow")
+    async def flow(run: Run) -> None:
+        await pause(run)
+
+    async def scenario() -> None:
+        await old.send()
+        await bench.work()
+        async with new:
+            (problem,) = await preflight(new)
+        assert problem.detail == f"the code says {wait}, the journal says first#1"
+
+    bench.run(scenario)
+
+
 def test_steps_added_after_what_was_done_are_fine(sqlite_bench: Bench) -> None:
     bench = sqlite_bench
     old = bench.app.workflow(name="flow")(original)
@@ -381,7 +409,7 @@ def test_a_run_goes_back_to_a_step(bench: Bench) -> None:
         assert (await bench.record(receipt)).state is State.PARKED
         called.clear()
         forgotten = await bench.app.restart(receipt.id, from_step="leaf#1", actor="ada", reason="a mistake")
-        assert {step.name for step in forgotten} == {"leaf#1", "go#1", "note#2"}
+        assert {step.name for step in forgotten} == {"leaf#1", "go#1", "note#2", "again#1"}
         await drain(bench.app)
         assert sorted(called) == ["b", "leaf child", "leaf sent"]
         await bench.app.signal(receipt.id, "again")

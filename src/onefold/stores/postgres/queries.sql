@@ -607,13 +607,16 @@ RETURNING 1
 -- name: find_ids
 -- Every `find` asks for everything that a query can; they differ in where they begin to look.
 -- A result whose window is over is not shown, though a purge may not have come by yet.
+-- A message that was parked because of a failure shows it: it is the attempt with the fence it was parked under.
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
     d.worker, o.ended_at, o.kept_until,
-    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure
+    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END,
+    CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
+        (SELECT a.failure FROM onefold.attempt a WHERE a.message_id = d.id AND a.fence = d.fence - 1) END
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
@@ -687,7 +690,9 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
     d.worker, o.ended_at, o.kept_until,
-    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure
+    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END,
+    CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
+        (SELECT a.failure FROM onefold.attempt a WHERE a.message_id = d.id AND a.fence = d.fence - 1) END
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id

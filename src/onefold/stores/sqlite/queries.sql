@@ -260,12 +260,15 @@ WHERE (kind, name) IN (SELECT kind, name FROM onefold_register WHERE expires_at 
 
 -- name: find_ids
 -- A result whose window is over is not shown, though a purge may not have come by yet.
+-- A message that was parked because of a failure shows it: it is the attempt with the fence it was parked under.
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?2 THEN o.result END, o.failure
+    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?2 THEN o.result END,
+    CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
+        (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
 FROM json_each(?1) given
 JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
@@ -314,7 +317,9 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure
+    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END,
+    CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
+        (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
