@@ -87,7 +87,7 @@ class Children:
             if child.call.key is not None or envelope.deduplication_key is not None:
                 keyed.append((child, envelope))
                 continue
-            journal.pending.append(_sent_line(child, Sent(envelope.id)))
+            journal.pending.append(_sent_line(child, Sent(envelope.id, role="child")))
             journal.sends.append(envelope)
         if keyed:
             await self._start_keyed(keyed)
@@ -100,7 +100,7 @@ class Children:
                 for (child, envelope), one in zip(keyed, stored, strict=True):
                     if one.clash:
                         raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
-                    lines.append(_sent_line(child, Sent(one.id, foreign=one.id != envelope.id)))
+                    lines.append(_sent_line(child, Sent(one.id, one.id != envelope.id, "child")))
                 self._journal.add(await transaction.record(stretch.lease, lines))
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:

@@ -119,6 +119,12 @@ def new_id(now: int, chance: random.Random) -> str:
     return f"{when[:8]}-{when[8:]}-7{what[1:4]}-{'89ab'[int(what[0])]}{what[4:7]}-{what[7:]}"
 
 
+def first_id(instant: int) -> str:
+    """Return what sorts before every id that was made from this moment on."""
+    when = f"{instant // 1000:012x}"[:12]
+    return f"{when[:8]}-{when[8:]}-0000-0000-000000000000"
+
+
 def to_datetime(instant: int) -> datetime:
     """Turn an instant into what people read."""
     return datetime.fromtimestamp(instant / MICROSECONDS, UTC)

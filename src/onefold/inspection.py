@@ -11,13 +11,34 @@ from typing import Any
 import msgspec
 
 from onefold import limits
-from onefold.clock import to_datetime
+from onefold.chronicle import Chronicle, make_head
+from onefold.clock import MICROSECONDS, first_id, to_datetime
 from onefold.envelope import to_json
 from onefold.errors import ConfigurationError, StoreError
 from onefold.fleet import workers
+from onefold.scribe import make_chronicle, sent_ids
 from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
 
-__all__ = ["DeadLetter", "cancel", "dead_letters", "held_by", "redrive", "restored", "workers"]
+__all__ = [
+    "OPEN",
+    "DeadLetter",
+    "cancel",
+    "chronicle",
+    "dead_letters",
+    "discard",
+    "held_by",
+    "make_act",
+    "redrive",
+    "restored",
+    "runs",
+    "workers",
+]
+
+
+#: The states of what is not over.
+OPEN = (State.SCHEDULED, State.LEASED, State.PARKED)
+#: Clocks of senders may differ from the store's by this much; an hour is far more than clocks that are looked after do.
+_CLOCKS_DIFFER = 3_600 * MICROSECONDS
 
 
 class DeadLetter:
@@ -48,7 +69,7 @@ class DeadLetter:
 
     async def discard(self, *, actor: str, reason: str) -> bool:
         """Close it for good; its key is free again."""
-        return bool(await _move(self._store, [self.id], State.DISCARDED, actor=actor, reason=reason))
+        return bool(await discard(self._store, [self.id], actor=actor, reason=reason))
 
     async def as_dict(self) -> dict[str, Any]:
         """Return the letter with all that is known about its failure, ready for JSON."""
@@ -103,11 +124,21 @@ async def dead_letters(
 
 async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
     """Reopen dead letters, all in one commit; returns those that were reopened by this call."""
+    _check_number(ids)
+    return await _move(store, ids, State.SCHEDULED, actor=actor, reason=reason)
+
+
+async def discard(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+    """Close dead letters for good, all in one commit; returns those that were closed by this call."""
+    _check_number(ids)
+    return await _move(store, ids, State.DISCARDED, actor=actor, reason=reason)
+
+
+def _check_number(ids: Sequence[str]) -> None:
     if len(ids) > limits.REDRIVE_MAX:
         raise ConfigurationError(
-            f"{len(ids)} letters at once; one call redrives at most {limits.REDRIVE_MAX}: try a few, then the rest"
+            f"{len(ids)} letters at once; one call moves at most {limits.REDRIVE_MAX}: try a few, then the rest"
         )
-    return await _move(store, ids, State.SCHEDULED, actor=actor, reason=reason)
 
 
 async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> bool:
@@ -125,12 +156,71 @@ async def held_by(store: Store, worker: str) -> list[Record]:
     return found
 
 
+async def runs(
+    store: Store,
+    *,
+    states: Sequence[State] = OPEN,
+    message_type: str | None = None,
+    created: tuple[int, int] = (0, limits.INSTANT_MAX),
+    after: str = "",
+) -> AsyncIterator[Record]:
+    """Go through the runs of workflows, oldest first, a page at a time; ``created`` gives the first and last moment.
+
+    Other messages are passed over, so among very many of them the next run may take a while to come.
+    """
+    first, last = created
+    # Ids begin with the time at which they were made, by the sender's clock.
+    after = max(after, first_id(max(0, first - _CLOCKS_DIFFER)))
+    while page := await store.find(
+        Query(states=tuple(states), message_type=message_type, after=after, limit=limits.PAGE_MAX)
+    ):
+        for record in page:
+            if record.envelope.pinned and first <= record.envelope.created_at <= last:
+                yield record
+        after = page[-1].envelope.id
+        if after > first_id(last + _CLOCKS_DIFFER):
+            return
+
+
+async def chronicle(store: Store, message_id: str, *, depth: int = limits.CHRONICLE_DEPTH) -> Chronicle | None:
+    """Return everything a message did, with its children down to this depth; None when there is no such message.
+
+    It is read line by line while others go on, so parts of it may be a moment older than others.
+    """
+    found = await store.find(Query(ids=(message_id,)))
+    if not found:
+        return None
+    return await _Reader(store, await store.now()).read(found[0], depth)
+
+
+class _Reader:
+    """Reads a message and those it sent, as many as are worth reading at once."""
+
+    def __init__(self, store: Store, now: int) -> None:
+        self._store = store
+        self._now = now
+        self._left = limits.CHRONICLE_MESSAGES
+
+    async def read(self, record: Record, depth: int) -> Chronicle:
+        if depth < 0 or self._left <= 0:
+            return make_head(record)
+        self._left -= 1
+        id_ = record.envelope.id
+        steps = await self._store.steps(id_)
+        ids, sent = sent_ids(steps), dict[str, Chronicle]()
+        for start in range(0, len(ids), limits.PAGE_MAX):
+            page = tuple(ids[start : start + limits.PAGE_MAX])
+            for one in await self._store.find(Query(ids=page, limit=len(page))):
+                sent[one.envelope.id] = await self.read(one, depth - 1)
+        return make_chronicle(record, steps, await self._store.attempts(id_), sent, now=self._now)
+
+
 async def restored(store: Store, *, actor: str, reason: str, at: int) -> int:
     """Shut out every worker from before a restore from backup, and keep who said so; returns how many leases ended.
 
     A crash in the middle leaves the note and perhaps not the deed; doing it twice is harmless.
     """
-    act = _act(actor, reason)
+    act = make_act(actor, reason)
     note = msgspec.json.encode({"actor": act.actor, "reason": act.reason})
     async with store.transaction() as transaction:
         await transaction.register("restored", to_datetime(at).isoformat(), note, version=0)
@@ -138,14 +228,15 @@ async def restored(store: Store, *, actor: str, reason: str, at: int) -> int:
 
 
 async def _move(store: Store, ids: Sequence[str], to: State, *, actor: str, reason: str) -> list[str]:
-    act = _act(actor, reason)
+    act = make_act(actor, reason)
     for id_ in ids:
         limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
     async with store.transaction() as transaction:
         return await transaction.move(ids, to, act)
 
 
-def _act(actor: str, reason: str) -> Act:
+def make_act(actor: str, reason: str) -> Act:
+    """Check who does something and why."""
     limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
     limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
     return Act(actor=actor, reason=reason)

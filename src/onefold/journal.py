@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,7 +31,7 @@ _STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 encode = msgspec.json.Encoder().encode
 decode_failure = msgspec.json.Decoder(Failure).decode
 decode_ended = msgspec.json.Decoder(Ended).decode
-_decode_text = msgspec.json.Decoder(str | None).decode
+decode_text = msgspec.json.Decoder(str | None).decode
 _decode_seconds = msgspec.json.Decoder(float | None).decode
 
 
@@ -45,15 +45,17 @@ class Retried(msgspec.Struct, frozen=True):
 
 
 class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message that left with the journal."""
+    """A message or signal that left with the journal."""
 
     id: str
     #: It was there before, sent by somebody else under the same key: it does not report to this run.
     foreign: bool = False
+    #: Whether the run waits for its end; or it is no message but a signal, and the id is that of the run it was for.
+    role: Literal["send", "child", "signal"] = "send"
 
 
-_decode_retried = msgspec.json.Decoder(Retried).decode
-_decode_sent = msgspec.json.Decoder(Sent).decode
+decode_retried = msgspec.json.Decoder(Retried).decode
+decode_sent = msgspec.json.Decoder(Sent).decode
 
 
 class Journal:
@@ -88,7 +90,7 @@ class Journal:
         self._lines[step.name, step.kind] = step
         if step.kind is StepKind.RESTART:
             self.restarts += 1
-        elif step.kind is StepKind.TAKEN and (taken := _decode_text(step.value)) is not None:
+        elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
         if name := _asked_for(step):
             self._unasked.setdefault(branch_of(name), {})[name] = None
@@ -166,7 +168,7 @@ class Journal:
         """Return the failed tries of a step since the run was last redriven."""
         found: list[tuple[Step, Retried]] = []
         while (step := self._lines.get((self.try_line(name, len(found)), StepKind.RETRY))) is not None:
-            found.append((step, _decode_retried(step.value)))
+            found.append((step, decode_retried(step.value)))
         return found
 
     def try_line(self, name: str, number: int) -> str:
@@ -176,7 +178,7 @@ class Journal:
     def sent(self, name: str, fingerprint: bytes) -> Sent | None:
         """Return the message that was sent under this name."""
         step = self.find(name, StepKind.SENT, fingerprint)
-        return None if step is None else _decode_sent(step.value)
+        return None if step is None else decode_sent(step.value)
 
     def ended(self, name: str) -> Ended | None:
         """Return how a child ended, the last time it did."""
@@ -190,7 +192,7 @@ class Journal:
         taken = self.find(name, StepKind.TAKEN)
         for step in self._mailbox.get(signal, ()):
             if taken is not None:
-                if step.name == _decode_text(taken.value):
+                if step.name == decode_text(taken.value):
                     return step
             elif step.name not in self._taken:
                 self.pause(branch_of(name), name)

@@ -160,6 +160,10 @@ STACK_TEXT_MAX = 16_000
 #: Records in one page of a listing.
 PAGE = 100
 PAGE_MAX = 1_000
+#: How far a run is followed into its children, and theirs, when it is shown ...
+CHRONICLE_DEPTH = 3
+#: ... and how many messages are read whole for it, each with statements of its own; of the others only the head is.
+CHRONICLE_MESSAGES = 100
 #: Dead letters redriven by one bulk call unless the caller raises it.
 REDRIVE_MAX = 100
 

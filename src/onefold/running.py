@@ -6,18 +6,20 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
-from onefold import effects, limits
+from onefold import effects, inspection, limits
+from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
 from onefold.effects import LedgerEntry
 from onefold.identity import KeySource
 from onefold.inside import current
+from onefold.inspection import make_act
 from onefold.journal import signal_note
 from onefold.options import DEFAULT_RETRY, TaskSettings
 from onefold.registry import Registry
 from onefold.retry import RetryPolicy
 from onefold.step import Step
 from onefold.stepping import StepOptions, declare
-from onefold.store import Act, State, Store
+from onefold.store import State, Store
 from onefold.transaction import refuse_inside
 from onefold.workflow import Run, Workflow
 
@@ -107,6 +109,13 @@ class WorkflowVerbs:
         """Return what a run has done, in the order in which it was written down."""
         return await self.store.steps(run_id)
 
+    async def chronicle(self, run_id: str, *, depth: int = limits.CHRONICLE_DEPTH) -> Chronicle | None:
+        """Return a run, or any message, as people read it: a tree of what it did, waits for and is unsure of.
+
+        Children are followed down to ``depth``.  None when there is no such message.  It changes nothing.
+        """
+        return await inspection.chronicle(self.store, run_id, depth=depth)
+
     async def ledger(self, message_id: str) -> list[LedgerEntry]:
         """Return the effects that a message's handler has begun with ``once``, and what is known of them."""
         return effects.entries(await self.store.steps(message_id))
@@ -157,10 +166,3 @@ class DeclareWorkflow:
         workflow: Workflow[P, R] = Workflow(self._app, function, self._settings)
         self._app._registry.add(workflow)
         return workflow
-
-
-def make_act(actor: str, reason: str) -> Act:
-    """Check who does something and why."""
-    limits.check_bytes("actor", actor, limits.ID_BYTES_MAX)
-    limits.check_bytes("reason", reason, limits.ERROR_TEXT_MAX)
-    return Act(actor=actor, reason=reason)

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from datetime import datetime, timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
+from onefold import limits
 from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.blocking import SyncContext
+from onefold.chronicle import Chronicle
 from onefold.context import Context
 from onefold.effects import LedgerEntry
 from onefold.errors import ConfigurationError
@@ -198,6 +200,10 @@ class SyncVerbs:
     def journal(self, run_id: str) -> list[Step]:
         """Return what a run has done, in the order in which it was written down."""
         return self._run(lambda: self.app.journal(run_id))
+
+    def chronicle(self, run_id: str, *, depth: int = limits.CHRONICLE_DEPTH) -> Chronicle | None:
+        """Return a run, or any message, as people read it; see ``App.chronicle``."""
+        return self._run(lambda: self.app.chronicle(run_id, depth=depth))
 
     def ledger(self, message_id: str) -> list[LedgerEntry]:
         """Return the effects that a message's handler has begun with ``once``, and what is known of them."""

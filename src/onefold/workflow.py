@@ -233,7 +233,7 @@ class Run:
             return
         self._stretch.begin(line)
         note = signal_note(run_id, name, value, id_ or f"{self.id}/{line}")
-        self._journal.pending.append(Step(line, StepKind.SENT, encode(Sent(run_id))))
+        self._journal.pending.append(Step(line, StepKind.SENT, encode(Sent(run_id, role="signal"))))
         self._journal.notes.append(note)
 
     def refuse(self, verb: str) -> None:

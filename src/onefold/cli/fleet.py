@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -11,12 +10,11 @@ from rich.table import Table
 
 from onefold import inspection
 from onefold.app import App
-from onefold.cli.console import AppOrUrl, Url, errors, find_app, output
+from onefold.cli.console import AppOrUrl, AsJson, Url, errors, find_app, output, print_json, run_on
+from onefold.cli.words import lasting
 from onefold.clock import MICROSECONDS, SystemClock, to_datetime
 from onefold.fleet import WorkerRecord
 from onefold.store import Record
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def workers(
@@ -29,10 +27,10 @@ def workers(
 
     Every worker is vouched for every few seconds, and forgotten a minute after the last time.
     """
-    fleet = asyncio.run(_look(find_app(app, url), held))
+    fleet = run_on(find_app(app, url), lambda opened: _look(opened, held))
     now = max((record.checked_at for record, _ in fleet), default=0)
     if as_json:
-        typer.echo(msgspec.json.encode([_as_dict(record, messages if held else None) for record, messages in fleet]))
+        print_json([_as_dict(record, messages if held else None) for record, messages in fleet])
         return
     if not fleet:
         errors.print("no workers")
@@ -43,9 +41,8 @@ def workers(
 
 
 async def _look(app: App, held: bool) -> list[tuple[WorkerRecord, list[Record]]]:
-    async with app:
-        records = await inspection.workers(app.store)
-        return [(one, await inspection.held_by(app.store, one.name) if held else []) for one in records]
+    records = await inspection.workers(app.store)
+    return [(one, await inspection.held_by(app.store, one.name) if held else []) for one in records]
 
 
 def _workers_table(records: list[WorkerRecord], now: int) -> Table:
@@ -98,16 +95,6 @@ def _as_dict(record: WorkerRecord, messages: list[Record] | None) -> dict[str, A
     return found
 
 
-def lasting(seconds: float) -> str:
-    """Write a duration as people say it: 12s, 3m 04s, 5h 09m, 2d 03h."""
-    whole = round(seconds)
-    for large, small, size in (("d", "h", 86_400), ("h", "m", 3_600), ("m", "s", 60)):
-        if whole >= size:
-            inner = {"h": 3_600, "m": 60, "s": 1}[small]
-            return f"{whole // size}{large} {whole % size // inner:02}{small}"
-    return f"{whole}s"
-
-
 def restored(
     app: AppOrUrl = None,
     url: Url = None,
@@ -124,10 +111,9 @@ def restored(
     target = find_app(app, url)
     if not yes:
         typer.confirm("This ends every lease in the store. Was it restored from a backup?", abort=True)
-    number = asyncio.run(_restore(target, actor, reason))
+    number = run_on(target, lambda opened: _restore(opened, actor, reason))
     typer.echo(f"done: {number} leases ended; workers may start")
 
 
 async def _restore(app: App, actor: str, reason: str) -> int:
-    async with app:
-        return await inspection.restored(app.store, actor=actor, reason=reason, at=SystemClock().now())
+    return await inspection.restored(app.store, actor=actor, reason=reason, at=SystemClock().now())

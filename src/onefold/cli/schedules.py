@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
 from onefold.app import App
-from onefold.cli.console import AppArgument, AppOrUrl, Url, errors, find_app, output
+from onefold.cli.console import (
+    Answer,
+    AppArgument,
+    AppOrUrl,
+    AsJson,
+    Url,
+    errors,
+    find_app,
+    output,
+    print_json,
+    run_on,
+    say,
+)
 from onefold.clock import SystemClock
 from onefold.errors import ConfigurationError
 from onefold.loading import load_app
@@ -22,10 +33,7 @@ from onefold.timetable import preview as preview_timetable
 
 schedules = typer.Typer(help="Show and change what recurs.", no_args_is_help=True)
 
-Answer = TypeVar("Answer")
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Timezone = Annotated[str, typer.Option(help="An IANA time zone for the cron expression.")]
 Every = Annotated[float | None, typer.Option(help="Seconds between two fire times, instead of a cron expression.")]
 Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed times, or delay, after the last run.")]
@@ -34,9 +42,9 @@ Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed tim
 @schedules.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """List every schedule, with when it fires next and how late it was last time."""
-    found = list(asyncio.run(_on(find_app(app, url), App.schedules)).values())
+    found = list(run_on(find_app(app, url), App.schedules).values())
     if as_json:
-        _print_json([one.as_dict() for one in found])
+        print_json([one.as_dict() for one in found])
     elif not found:
         errors.print("no schedules")
     else:
@@ -46,10 +54,10 @@ def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> Non
 @schedules.command()
 def show(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """Show everything about one schedule, and its next fire times."""
-    found = asyncio.run(_on(find_app(app, url), lambda opened: _one(opened, name)))
+    found = run_on(find_app(app, url), lambda opened: _one(opened, name))
     coming = [] if found.paused or found.next_at is None else found.preview()
     if as_json:
-        _print_json({**found.as_dict(), "preview": [one.astimezone(UTC).isoformat() for one in coming]})
+        print_json({**found.as_dict(), "preview": [one.astimezone(UTC).isoformat() for one in coming]})
         return
     table = Table("", "", box=None, show_header=False, padding=(0, 2, 0, 0))
     for field, value in found.as_dict().items():
@@ -85,37 +93,37 @@ def add(
         options: dict[str, Any] = {"timezone": timezone, "every": every, "mode": mode}
         return await opened.schedule(call, cron, name=name, catchup=catchup, window=window, **options)  # type: ignore[arg-type]
 
-    made = asyncio.run(_on(load_app(app), make))
-    _say(made.as_dict(), as_json, f"{made.name} fires {made.timetable}, next at {_in_words(made.next_at)}")
+    made = run_on(load_app(app), make)
+    say(made.as_dict(), as_json, f"{made.name} fires {made.timetable}, next at {_in_words(made.next_at)}")
 
 
 @schedules.command()
 def pause(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """Fire nothing until the schedule is resumed."""
-    found, changed = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.pause)))
-    _say(found.as_dict(), as_json, f"{name} is paused" if changed else f"{name} was paused already")
+    found, changed = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.pause))
+    say(found.as_dict(), as_json, f"{name} is paused" if changed else f"{name} was paused already")
 
 
 @schedules.command()
 def resume(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """Fire again from now on; what would have fired meanwhile does not."""
-    found, changed = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.resume)))
+    found, changed = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.resume))
     said = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
-    _say(found.as_dict(), as_json, said)
+    say(found.as_dict(), as_json, said)
 
 
 @schedules.command()
 def run(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """Send the schedule's message now, out of turn; its fire times stay as they are."""
-    _, id_ = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.run_now)))
-    _say({"message_id": id_}, as_json, f"sent {id_}")
+    _, id_ = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.run_now))
+    say({"message_id": id_}, as_json, f"sent {id_}")
 
 
 @schedules.command()
 def remove(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
     """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it."""
-    found, _ = asyncio.run(_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.remove)))
-    _say({"name": name, "removed": True}, as_json, f"{found.name} is removed")
+    found, _ = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.remove))
+    say({"name": name, "removed": True}, as_json, f"{found.name} is removed")
 
 
 @schedules.command()
@@ -131,17 +139,12 @@ def preview(
     timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode)  # type: ignore[arg-type]
     coming = preview_timetable(timetable, SystemClock().now(), number)
     if as_json:
-        _print_json([{"local": one.isoformat(), "utc": one.astimezone(UTC).isoformat()} for one in coming])
+        print_json([{"local": one.isoformat(), "utc": one.astimezone(UTC).isoformat()} for one in coming])
     else:
         output.print(_preview_table(coming))
 
 
 # on the way to the store and back
-
-
-async def _on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:
-    async with app:
-        return await act(app)
 
 
 async def _one(app: App, name: str) -> Schedule:
@@ -164,17 +167,6 @@ def _read_arguments(text: str) -> dict[str, Any]:
 
 
 # words and tables
-
-
-def _say(answer: dict[str, Any], as_json: bool, words: str) -> None:
-    if as_json:
-        _print_json(answer)
-    else:
-        typer.echo(words)
-
-
-def _print_json(answer: object) -> None:
-    typer.echo(msgspec.json.encode(answer))
 
 
 def _table(found: list[Schedule]) -> Table:
