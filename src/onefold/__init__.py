@@ -4,6 +4,7 @@ from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.batch import Batch, Item, SyncBatch
 from onefold.blocking import SyncContext
+from onefold.chronicle import Chronicle
 from onefold.context import Context
 from onefold.debounce import Debounced
 from onefold.effects import Happened, LedgerEntry, NotHappened
@@ -53,6 +54,7 @@ __all__ = [
     "Batch",
     "Call",
     "CancelledMessageError",
+    "Chronicle",
     "CommitUnknownError",
     "ConfigurationError",
     "Context",

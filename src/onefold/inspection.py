@@ -52,6 +52,7 @@ class DeadLetter:
         self.failure: Failure = record.failure
         self.replay_count = record.replay_count
         self.crashes = record.crashes
+        self.failed_at = None if record.ended_at is None else to_datetime(record.ended_at)
         self._record = record
         self._store = store
 
@@ -96,7 +97,7 @@ class DeadLetter:
             "retry_count": max(record.attempt - 1, 0),
             "crashes": record.crashes,
             "replay_count": record.replay_count,
-            "failed_at": None if record.ended_at is None else to_datetime(record.ended_at).isoformat(),
+            "failed_at": None if self.failed_at is None else self.failed_at.isoformat(),
             "kept_until": None if record.kept_until is None else to_datetime(record.kept_until).isoformat(),
             "source_queue": message.queue,
             "consumer": message.scope,

@@ -7,12 +7,13 @@ first thing that it has not done yet.  Nothing is called, sent or written, excep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from onefold import limits
 from onefold.app import App
+from onefold.envelope import Envelope
 from onefold.errors import (
     CancelledMessageError,
     DeadError,
@@ -23,9 +24,11 @@ from onefold.errors import (
     StepError,
 )
 from onefold.inside import current
+from onefold.inspection import OPEN
 from onefold.journal import Journal
+from onefold.recurring import Schedule
 from onefold.step import Step
-from onefold.store import Lease, Query, Record, State
+from onefold.store import Lease, Query, Record
 from onefold.stretch import Parking, Stretch
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
@@ -33,58 +36,84 @@ from onefold.workflow import Run, Workflow
 #: A workflow that takes longer to get through its journal waits for something that is not a step.
 REHEARSAL_SECONDS_MAX = 5.0
 
-_ALIVE = (State.SCHEDULED, State.LEASED, State.PARKED)
 #: With these a run ends, but not because of the code.
 _ENDS = (StepError, DeadError, CancelledMessageError, SignalTimeoutError)
 
 
+Kind = Literal["unknown type", "unknown version", "arguments", "journal"]
+#: Called with how many more messages were looked at.
+Looked = Callable[[int], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One message that this code could not handle."""
+    """One message, or one schedule, that this code could not handle."""
 
+    #: Empty for a schedule, which makes messages.
     message_id: str
     message_type: str
     version: int
-    kind: Literal["unknown type", "unknown version", "arguments", "journal"]
+    kind: Kind
     detail: str
+    schedule: str | None = None
 
 
-async def preflight(app: App) -> list[Problem]:
+async def preflight(app: App, looked: Looked | None = None) -> list[Problem]:
     """Check everything that is open against the handlers of an open app, and return what would break.
 
     An empty list says that this code can go on with all of it; it changes nothing.
+    Messages are looked at page by page, so what is sent meanwhile may be missed; that comes from code that runs now.
     """
-    found = [await _problem(app, record) async for record in _open(app)]
+    found = [_of_schedule(app, one) for one in (await app.schedules()).values()]
+    async for record in _open(app):
+        found.append(await _of_message(app, record))
+        if looked is not None:
+            looked(1)
     return [problem for problem in found if problem is not None]
 
 
 async def _open(app: App) -> AsyncIterator[Record]:
     after = ""
-    while page := await app.find(Query(states=_ALIVE, after=after, limit=limits.PAGE)):
+    while page := await app.find(Query(states=OPEN, after=after, limit=limits.PAGE_MAX)):
         for record in page:
             yield record
         after = page[-1].envelope.id
 
 
-async def _problem(app: App, record: Record) -> Problem | None:
+def _of_schedule(app: App, schedule: Schedule) -> Problem | None:
+    template = schedule.record.template
+    wrong = _readable(app, template)
+    return _problem(template, *wrong, schedule=schedule.name) if isinstance(wrong, tuple) else None
+
+
+async def _of_message(app: App, record: Record) -> Problem | None:
     envelope = record.envelope
+    read = _readable(app, envelope)
+    if isinstance(read, tuple):
+        return _problem(envelope, *read)
+    task = app._registry.handler(envelope)
+    if isinstance(task, Workflow) and (steps := await app.store.steps(envelope.id)):
+        wrong = await _rehearse(app, task, record, read, steps)
+        return _problem(envelope, "journal", wrong) if wrong else None
+    return None
 
-    def problem(kind: Literal["unknown type", "unknown version", "arguments", "journal"], detail: str) -> Problem:
-        return Problem(envelope.id, envelope.message_type, envelope.schema_version, kind, detail)
 
+def _problem(envelope: Envelope, kind: Kind, detail: str, schedule: str | None = None) -> Problem:
+    id_ = envelope.id if schedule is None else ""
+    return Problem(id_, envelope.message_type, envelope.schema_version, kind, detail, schedule)
+
+
+def _readable(app: App, envelope: Envelope) -> dict[str, Any] | tuple[Kind, str]:
+    """Return the arguments with which a handler would be called, or why none can be."""
     if envelope.message_type not in app.tasks:
-        return problem("unknown type", "no task or workflow has this name")
+        return "unknown type", "no task or workflow has this name"
     task = app._registry.handler(envelope)
     if envelope.schema_version > task.version or (envelope.pinned and envelope.schema_version != task.version):
-        return problem("unknown version", f"the code has version {task.version}")
+        return "unknown version", f"the code has version {task.version}"
     try:
-        arguments = task.signature.decode(envelope.payload_inline or b"")
+        return task.signature.decode(envelope.payload_inline or b"")
     except DecodeError as error:
-        return problem("arguments", str(error))
-    if isinstance(task, Workflow) and (steps := await app.store.steps(envelope.id)):
-        wrong = await _rehearse(app, task, record, arguments, steps)
-        return problem("journal", wrong) if wrong else None
-    return None
+        return "arguments", str(error)
 
 
 async def _rehearse(

@@ -32,6 +32,9 @@ def make_chronicle(
     """Return the chronicle of a message; ``sent`` has, by their ids, those that it sent."""
     lines = list(steps)
     told, mailbox = _read_mailbox(lines)
+    if record.state is State.DONE:
+        # What its last stretch was given is not written down any more, and nothing else will be.
+        told, mailbox = _give_rest(lines, told, mailbox), ()
     scribe = _Scribe(record, told, sent or {}, now)
     return msgspec.structs.replace(
         make_head(record),
@@ -53,7 +56,26 @@ def _read_mailbox(lines: Sequence[Step]) -> tuple[dict[str, Step], tuple[Letter,
     told = {step.name: step for step in lines if step.kind is StepKind.SIGNAL}
     taken = {decode_text(step.value) for step in lines if step.kind is StepKind.TAKEN}
     waiting = (step for name, step in told.items() if name not in taken)
-    return told, tuple(Letter(*step.name.split("/", 1), at=to_datetime(step.at)) for step in waiting)
+    return told, tuple(_letter(step) for step in waiting)
+
+
+def _give_rest(lines: Sequence[Step], told: Mapping[str, Step], mailbox: Iterable[Letter]) -> dict[str, Step]:
+    """Return the signals with those, under the name of the wait, that waits of the last stretch must have been given."""
+    given, left = dict(told), list(mailbox)
+    taken = {step.name for step in lines if step.kind is StepKind.TAKEN}
+    for step in lines:
+        if step.kind is StepKind.TIMER and not step.fingerprint and step.name not in taken:
+            name = step.name[len(branch_of(step.name)) :].rpartition("#")[0]
+            letter = next((one for one in left if one.name == name), None)
+            if letter is not None:
+                left.remove(letter)
+                given[step.name] = told[f"{letter.name}/{letter.id}"]
+    return given
+
+
+def _letter(step: Step) -> Letter:
+    name, _, id_ = step.name.partition("/")
+    return Letter(name, id_, to_datetime(step.at))
 
 
 class _Group:
@@ -82,6 +104,7 @@ class _Scribe:
 
     def __init__(self, record: Record, told: Mapping[str, Step], sent: Mapping[str, Chronicle], now: int) -> None:
         self._over = record.state.ended
+        self._done = record.state is State.DONE
         self._began = record.envelope.created_at
         self._now = record.ended_at or now
         self._told = told
@@ -148,7 +171,7 @@ class _Scribe:
             kind=_kind_of(name, lines[0]),
             state=state,
             began_at=to_datetime(since),
-            ended_at=moment(end and end.at),
+            ended_at=None if end is None else to_datetime(end.at),
             due_at=moment(due),
             tries=tuple(_try(step.at, retried.failure, retried.delay) for step, retried in retries),
             failure=None if failed is None else decode_failure(failed.value),
@@ -168,12 +191,19 @@ class _Scribe:
         due = None if timer is None else due_at(timer)
         state: Standing = "left" if self._over else "waiting"
         end: int | None = None
-        if taken is not None:
-            letter = self._told.get(decode_text(taken.value) or "")
+        if taken is not None or self._done:
+            letter = self._told.get(name if taken is None else decode_text(taken.value) or "")
             state = "timed out" if letter is None else "done"
             end = due if letter is None else max(began, letter.at)
-        times = {"began_at": to_datetime(began), "ended_at": moment(end), "due_at": moment(due)}
-        return Entry(name=name, kind="wait", state=state, **times), end or began
+        entry = Entry(
+            name=name,
+            kind="wait",
+            state=state,
+            began_at=to_datetime(began),
+            ended_at=moment(end),
+            due_at=moment(due),
+        )
+        return entry, end or began
 
     def _message(self, name: str, by_kind: Mapping[StepKind, Step]) -> tuple[Entry, int]:
         line = by_kind[StepKind.SENT]
@@ -191,7 +221,7 @@ class _Scribe:
             kind=sent.role,
             state=state,
             began_at=to_datetime(line.at),
-            ended_at=moment(ended and ended.at),
+            ended_at=None if ended is None else to_datetime(ended.at),
             failure=failure,
             message_id=sent.id,
             message=self._sent.get(sent.id),
@@ -220,7 +250,7 @@ def _around(name: str, kind: Literal["gather", "branch"], within: tuple[Entry, .
     open_ = next((state for state in ("uncertain", "waiting", "begun", "left") if state in states), None)
     ends = [entry.ended_at for entry in within if entry.ended_at is not None]
     ended = max(ends, default=None) if open_ is None else None
-    state: Standing = open_ or "done"  # type: ignore[assignment]
+    state: Standing = open_ or "done"
     return Entry(name=name, kind=kind, state=state, began_at=to_datetime(since), ended_at=ended, entries=within)
 
 
@@ -228,7 +258,7 @@ def _kind_of(name: str, line: Step) -> Kind:
     if line.kind is StepKind.RESULT and not line.fingerprint:
         for kind in ("now", "checkpoint"):
             if name[len(branch_of(name)) :].startswith(f"{kind}#"):
-                return kind  # type: ignore[return-value]
+                return kind
     return "step"
 
 

@@ -117,7 +117,18 @@ def test_migrate_prints_the_sql_without_running_it(shop: Path, url: str, table: 
 
 
 def test_help_explains_every_command(shop: Path) -> None:
-    for command in ([], ["worker"], ["workers"], ["migrate"], ["restored"], ["version"]):
+    for command in (
+        [],
+        ["runs"],
+        ["effects"],
+        ["dead"],
+        ["preflight"],
+        ["worker"],
+        ["workers"],
+        ["migrate"],
+        ["restored"],
+        ["version"],
+    ):
         told = onefold(shop, *command, "--help")
         assert told.returncode == 0
         assert "Usage" in told.stdout

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, assert_type
 
-from onefold import App, Call, Context, Happened, NotHappened, Receipt, RetryPolicy, Run, Workflow
+from onefold import App, Call, Chronicle, Context, Happened, NotHappened, Receipt, RetryPolicy, Run, Workflow
 from onefold.effects import LedgerEntry
 from onefold.preflight import Problem, preflight
 from onefold.step import Step
@@ -104,6 +104,7 @@ async def use() -> None:
     assert_type(await receipt.result(), str)
     assert_type(await app.signal(receipt.id, "confirmed", True, id="one"), bool)
     assert_type(await app.journal(receipt.id), list[Step])
+    assert_type(await app.chronicle(receipt.id, depth=1), Chronicle | None)
     assert_type(await app.ledger(receipt.id), list[LedgerEntry])
     assert_type(await app.resume(receipt.id, actor="ada", reason="mended"), bool)
     assert_type(await app.restart(receipt.id, from_step="create#1", actor="ada", reason="mended"), list[Step])

@@ -17,6 +17,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Batch",
         "Call",
         "CancelledMessageError",
+        "Chronicle",
         "CommitUnknownError",
         "ConfigurationError",
         "Context",

@@ -8,8 +8,12 @@ from typing import Annotated
 
 import typer
 
+from onefold.cli.checking import preflight
 from onefold.cli.console import AppOrUrl, Url, errors, find_app
+from onefold.cli.dead import cancel, dead
+from onefold.cli.effects import effects
 from onefold.cli.fleet import restored, workers
+from onefold.cli.runs import runs
 from onefold.cli.schedules import schedules
 from onefold.cli.working import worker
 from onefold.errors import OnefoldError
@@ -38,6 +42,11 @@ def main() -> None:
 
 cli.command()(worker)
 cli.command()(workers)
+cli.command()(preflight)
+cli.command()(cancel)
+cli.add_typer(runs, name="runs")
+cli.add_typer(effects, name="effects")
+cli.add_typer(dead, name="dead")
 cli.add_typer(schedules, name="schedules")
 
 

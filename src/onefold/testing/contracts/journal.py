@@ -38,6 +38,19 @@ async def parked(bench: Bench, outcome: Parked = WAITING, **fields: object) -> L
 class JournalContract(Contract):
     """What is written down step by step."""
 
+    # For people.
+
+    @scenario
+    async def test_a_message_parked_because_of_a_failure_shows_it_until_it_goes_on(self, bench: Bench) -> None:
+        waits = await parked(bench, Parked(None, seen=0, awaits=0, failure=FAILURE))
+        for found in (await bench.record(waits.id), *await bench.store.find(Query(states=(State.PARKED,)))):
+            assert (found.envelope.id, found.failure) == (waits.id, FAILURE)
+        assert await bench.move(waits.id, State.SCHEDULED)
+        assert (await bench.record(waits.id)).failure is None
+        again = await bench.claim_only()
+        assert await bench.store.settle([(again, WAITING)]) == [True]
+        assert (await bench.record(waits.id)).failure is None
+
     # By the owner.
 
     @scenario

@@ -1,0 +1,208 @@
+"""``onefold dead`` and ``onefold cancel``: messages that will not run again by themselves, or are not to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from onefold import inspection, limits
+from onefold.app import App
+from onefold.cli.console import (
+    Actor,
+    AppOrUrl,
+    AsJson,
+    Reason,
+    Url,
+    errors,
+    find_app,
+    output,
+    print_json,
+    progress,
+    run_on,
+    say,
+    who,
+)
+from onefold.cli.words import written
+from onefold.errors import ConfigurationError
+from onefold.inspection import DeadLetter
+from onefold.store import Query, State
+
+dead = typer.Typer(help="Show dead letters, let them run again, or close them.", no_args_is_help=True)
+
+Ids = Annotated[list[str] | None, typer.Option("--id", help="This letter; may be given several times.")]
+MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's id.")]
+Queue = Annotated[str | None, typer.Option(help="Only of this queue.")]
+TypeOption = Annotated[str | None, typer.Option("--type", help="Only of this task or workflow.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="How many at most.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many it would be.")]
+
+
+@dead.command("list")
+def list_(
+    app: AppOrUrl = None,
+    url: Url = None,
+    queue: Queue = None,
+    message_type: TypeOption = None,
+    limit: Limit = limits.PAGE,
+    as_json: AsJson = False,
+) -> None:
+    """List dead letters, the oldest first."""
+    wanted = _Wanted(None, queue, message_type, limit)
+    found = run_on(find_app(app, url), wanted.letters)
+    if as_json:
+        print_json([_as_dict(letter) for letter in found])
+    elif not found:
+        errors.print("no dead letters")
+    else:
+        table = Table("message", "type", "queue", "died", "reason", "error", box=None, padding=(0, 2, 0, 0))
+        for one in found:
+            row = (one.id, one.message.message_type, one.message.queue, written(one.failed_at), one.failure.reason)
+            table.add_row(*row, f"{one.failure.error_type}: {one.failure.error_message}"[:80])
+        output.print(table)
+
+
+@dead.command()
+def show(message: MessageId, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show everything that is known of a dead letter."""
+
+    async def look(opened: App) -> dict[str, Any]:
+        found = await opened.find(Query(ids=(message,), states=(State.DEAD,)))
+        if not found:
+            raise ConfigurationError(f"there is no dead letter {message!r}; see onefold runs show {message}")
+        return await DeadLetter(found[0], opened.store).as_dict()
+
+    found = run_on(find_app(app, url), look)
+    if as_json:
+        print_json(found)
+        return
+    for field, value in found.items():
+        output.print(f"{field}: {value}", markup=False, soft_wrap=True)
+
+
+@dead.command()
+def redrive(
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    ids: Ids = None,
+    queue: Queue = None,
+    message_type: TypeOption = None,
+    limit: Limit = limits.REDRIVE_MAX,
+    dry_run: DryRun = False,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first."""
+
+    async def act(opened: App, page: list[str]) -> list[str]:
+        return await opened.redrive(page, actor=who(actor), reason=reason)
+
+    wanted = _Wanted(ids, queue, message_type, limit)
+    _move(find_app(app, url), wanted, act, dry_run, "redriven", as_json)
+
+
+@dead.command()
+def discard(
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    ids: Ids = None,
+    queue: Queue = None,
+    message_type: TypeOption = None,
+    limit: Limit = limits.REDRIVE_MAX,
+    dry_run: DryRun = False,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Close dead letters for good; their keys are free again."""
+
+    async def act(opened: App, page: list[str]) -> list[str]:
+        return await inspection.discard(opened.store, page, actor=who(actor), reason=reason)
+
+    wanted = _Wanted(ids, queue, message_type, limit)
+    _move(find_app(app, url), wanted, act, dry_run, "discarded", as_json)
+
+
+def cancel(
+    message: MessageId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Take a message back, wherever it is; one that runs can no longer commit."""
+    if not run_on(find_app(app, url), lambda opened: opened.cancel(message, actor=who(actor), reason=reason)):
+        raise ConfigurationError(f"message {message} has ended, or never was; nothing was done")
+    say({"message": message, "cancelled": True}, as_json, f"{message} was cancelled")
+
+
+# on the way to the store and back
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which dead letters are meant."""
+
+    ids: list[str] | None
+    queue: str | None
+    message_type: str | None
+    limit: int
+
+    async def letters(self, app: App) -> list[DeadLetter]:
+        """Return them, the oldest first."""
+        found: list[DeadLetter] = []
+        async for letter in app.dead_letters(queue=self.queue, message_type=self.message_type):
+            if len(found) == self.limit:
+                break
+            found.append(letter)
+        return found
+
+    async def chosen(self, app: App) -> list[str]:
+        """Return their ids."""
+        return self.ids or [letter.id for letter in await self.letters(app)]
+
+
+def _move(
+    app: App,
+    wanted: _Wanted,
+    act: Callable[[App, list[str]], Awaitable[list[str]]],
+    dry_run: bool,
+    done: str,
+    as_json: bool,
+) -> None:
+    """Move letters, each page with a commit of its own, so that stopping in the midst leaves none between."""
+
+    async def move(opened: App) -> int:
+        ids, moved = await wanted.chosen(opened), 0
+        if dry_run:
+            return len(ids)
+        with progress(done, len(ids)) as advance:
+            for start in range(0, len(ids), limits.REDRIVE_MAX):
+                page = ids[start : start + limits.REDRIVE_MAX]
+                moved += len(await act(opened, page))
+                advance(len(page))
+        return moved
+
+    number = run_on(app, move)
+    would = "would be" if dry_run else "were"
+    say({done: number, "dry_run": dry_run}, as_json, f"{number:,} letters {would} {done}")
+
+
+def _as_dict(letter: DeadLetter) -> dict[str, Any]:
+    return {
+        "id": letter.id,
+        "message_type": letter.message.message_type,
+        "queue": letter.message.queue,
+        "subject": letter.message.subject,
+        "failed_at": letter.failed_at,
+        "failure": letter.failure,
+        "replay_count": letter.replay_count,
+    }

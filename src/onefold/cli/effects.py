@@ -1,0 +1,128 @@
+"""``onefold effects``: what nobody knows, and saying what became of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from onefold import limits
+from onefold.app import App
+from onefold.cli.console import (
+    Actor,
+    AppOrUrl,
+    AsJson,
+    Reason,
+    Url,
+    errors,
+    find_app,
+    output,
+    print_json,
+    progress,
+    read_json,
+    run_on,
+    say,
+    who,
+)
+from onefold.cli.words import written
+from onefold.effects import LedgerEntry
+from onefold.errors import ConfigurationError
+from onefold.store import Query, Record, State
+
+effects = typer.Typer(help="Show effects whose outcome nobody knows, and resolve them.", no_args_is_help=True)
+
+MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's id; of a workflow, the run's.")]
+Effect = Annotated[str, typer.Argument(metavar="EFFECT", help="Its name, such as charge or take_payment#1/charge.")]
+Found = list[tuple[Record, list[LedgerEntry]]]
+
+
+@effects.command("list")
+def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """List the messages that are parked because nobody knows whether an effect of theirs happened."""
+
+    async def look(opened: App) -> Found:
+        total = sum(counts.parked for counts in (await opened.count()).values())
+        found, after = Found(), ""
+        with progress("looking at parked messages", total) as advance:
+            while page := await opened.find(Query(states=(State.PARKED,), after=after, limit=limits.PAGE_MAX)):
+                for one in page:
+                    if one.failure is not None and one.failure.reason == "uncertain":
+                        found.append((one, await opened.ledger(one.envelope.id)))
+                after = page[-1].envelope.id
+                advance(len(page))
+        return found
+
+    found = run_on(find_app(app, url), look)
+    if as_json:
+        print_json([{**_message(one), "effects": _uncertain(ledger)} for one, ledger in found])
+    elif not found:
+        errors.print("nothing is uncertain")
+    else:
+        table = Table("message", "type", "effect", "begun", "tries", "subject", box=None, padding=(0, 2, 0, 0))
+        for one, ledger in found:
+            for entry in _uncertain(ledger):
+                envelope = one.envelope
+                row = (envelope.id, envelope.message_type, entry.name, written(entry.began_at), str(entry.tries))
+                table.add_row(*row, envelope.subject or "-")
+        output.print(table)
+
+
+@effects.command()
+def show(message: MessageId, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show every effect that a message has begun, and what is known of it."""
+    found = run_on(find_app(app, url), lambda opened: opened.ledger(message))
+    if as_json:
+        print_json(found)
+    elif not found:
+        errors.print("it has begun no effect")
+    else:
+        table = Table("effect", "state", "last begun", "tries", box=None, padding=(0, 2, 0, 0))
+        for entry in found:
+            table.add_row(entry.name, entry.state, written(entry.began_at), str(entry.tries))
+        output.print(table)
+
+
+@effects.command()
+def resolve(
+    message: MessageId,
+    effect: Effect,
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    happened: Annotated[bool, typer.Option("--happened", help="It happened; see --value.")] = False,
+    not_happened: Annotated[bool, typer.Option("--not-happened", help="It did not: the call is made again.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Let the code look again, which may have a probe now.")
+    ] = False,
+    value: Annotated[str, typer.Option(help="What the call would have returned, as JSON.")] = "null",
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Say what became of an uncertain effect; the message, parked because of it, runs again."""
+    if happened + not_happened + again != 1:
+        raise ConfigurationError("say one of --happened, --not-happened and --again")
+    told = read_json("--value", value)
+
+    async def act(opened: App) -> bool:
+        if again:
+            return await opened.resume(message, actor=who(actor), reason=reason)
+        return await opened.resolve(message, effect, happened=happened, value=told, actor=who(actor), reason=reason)
+
+    if not run_on(find_app(app, url), act):
+        raise ConfigurationError(
+            f"{effect} of {message} is not uncertain, or the message runs or has ended; "
+            f"see onefold effects show {message}"
+        )
+    said = "happened" if happened else "did not happen" if not_happened else "is looked at again"
+    say({"message": message, "effect": effect, "resolved": said}, as_json, f"{effect} {said}; the message runs again")
+
+
+def _message(record: Record) -> dict[str, Any]:
+    envelope = record.envelope
+    return {"id": envelope.id, "message_type": envelope.message_type, "subject": envelope.subject}
+
+
+def _uncertain(ledger: list[LedgerEntry]) -> list[LedgerEntry]:
+    return [entry for entry in ledger if entry.state == "uncertain"]

@@ -1,0 +1,258 @@
+"""``onefold runs``: looking at workflows while they run, and what an operator can do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from onefold import inspection, limits
+from onefold.app import App
+from onefold.chronicle import Chronicle
+from onefold.cli.console import (
+    Actor,
+    AppOrUrl,
+    AsJson,
+    Reason,
+    Url,
+    errors,
+    find_app,
+    output,
+    print_json,
+    progress,
+    read_json,
+    run_on,
+    say,
+    who,
+)
+from onefold.cli.tree import draw, waits_of
+from onefold.cli.words import lasting, read_duration, written
+from onefold.clock import MICROSECONDS, to_datetime
+from onefold.errors import ConfigurationError
+from onefold.store import Record, State
+
+runs = typer.Typer(help="Show workflows, tell them something, and move them by hand.", no_args_is_help=True)
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, which is its message's.")]
+States = Annotated[list[str] | None, typer.Option("--state", help="Only this state; may be given several times.")]
+Age = Annotated[str | None, typer.Option(help="Such as 90s, 15m, 2h or 3d.")]
+
+
+@runs.command("list")
+def list_(
+    app: AppOrUrl = None,
+    url: Url = None,
+    state: States = None,
+    everything: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
+    workflow: Annotated[str | None, typer.Option(help="Only runs of this workflow.")] = None,
+    older_than: Age = None,
+    newer_than: Age = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=limits.PAGE_MAX, help="How many at most.")] = 50,
+    after: Annotated[str, typer.Option(help="Go on after this run, the last one of a page.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the oldest first; without a state, those that are not over."""
+    states = _read_states(state) if state else tuple(State) if everything else inspection.OPEN
+    ages = (read_duration("--older-than", older_than), read_duration("--newer-than", newer_than))
+
+    async def look(opened: App) -> tuple[list[Record], int]:
+        now, found = await opened.store.now(), list[Record]()
+        with progress("looking for runs") as advance:
+            created = (_ago(now, ages[1], 0), _ago(now, ages[0], limits.INSTANT_MAX))
+            async for record in inspection.runs(
+                opened.store, states=states, message_type=workflow, created=created, after=after
+            ):
+                found.append(record)
+                advance(1)
+                if len(found) > limit:
+                    break
+        return found, now
+
+    found, now = run_on(find_app(app, url), look)
+    page, more = found[:limit], len(found) > limit
+    if as_json:
+        following = page[-1].envelope.id if more else None
+        print_json({"runs": [_as_dict(one) for one in page], "next": following})
+    elif not page:
+        errors.print("no runs")
+    else:
+        output.print(_table(page, now))
+        if more:
+            errors.print(f"there are more; go on with --after {page[-1].envelope.id}")
+
+
+@runs.command()
+def show(
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    depth: Annotated[int, typer.Option(min=0, max=10, help="How far to follow children.")] = limits.CHRONICLE_DEPTH,
+    everything: Annotated[bool, typer.Option("--all", help="Draw everything, however much it is.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a run, or any other message, as a tree: what it did and when, what failed, what it waits for.
+
+    A step is taken to have begun when what came before it was over; times are in UTC.
+    """
+
+    async def look(opened: App) -> tuple[Chronicle, int]:
+        found = await opened.chronicle(run, depth=depth)
+        if found is None:
+            raise ConfigurationError(f"there is no run {run!r}; it never was, or is no longer kept")
+        return found, await opened.store.now()
+
+    with progress("reading"):
+        found, instant = run_on(find_app(app, url), look)
+    now = to_datetime(instant)
+    waits = waits_of(found, now)
+    if as_json:
+        print_json({"run": found, "waits_for": waits})
+        return
+    output.print(draw(found, now, everything=everything), soft_wrap=True)
+    for one in waits:
+        output.print(f"waits for {one}", style="yellow", markup=False, soft_wrap=True)
+
+
+@runs.command()
+def signal(
+    run: RunId,
+    name: Annotated[str, typer.Argument(metavar="SIGNAL", help="What the run waits for, or will.")],
+    app: AppOrUrl = None,
+    url: Url = None,
+    value: Annotated[str, typer.Option(help="What to tell it, as JSON.")] = "null",
+    id: Annotated[str | None, typer.Option(help="Two signals with the same id are one.")] = None,  # noqa: A002
+    as_json: AsJson = False,
+) -> None:
+    """Tell a run something; it goes on if it waits for that."""
+    told = read_json("--value", value)
+    _act(app, url, lambda opened: opened.signal(run, name, told, id=id), run, as_json, "told", "has ended or never was")
+
+
+@runs.command()
+def cancel(
+    run: RunId, app: AppOrUrl = None, url: Url = None, *, actor: Actor = None, reason: Reason, as_json: AsJson = False
+) -> None:
+    """Take a run back, wherever it is; what it did is not undone, and its children go on."""
+    cancelled = "has ended, or never was"
+    _act(
+        app,
+        url,
+        lambda opened: opened.cancel(run, actor=who(actor), reason=reason),
+        run,
+        as_json,
+        "cancelled",
+        cancelled,
+    )
+
+
+@runs.command()
+def resume(
+    run: RunId, app: AppOrUrl = None, url: Url = None, *, actor: Actor = None, reason: Reason, as_json: AsJson = False
+) -> None:
+    """Let a parked run look now whether it can go on, for instance after the right code was deployed."""
+    _act(
+        app,
+        url,
+        lambda opened: opened.resume(run, actor=who(actor), reason=reason),
+        run,
+        as_json,
+        "resumed",
+        "is not parked",
+    )
+
+
+@runs.command()
+def restart(
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    from_step: Annotated[str, typer.Option("--from", help="The step to go back to, such as charge#1.")],
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run go back: the named step and everything after it is done again.
+
+    What those steps did to the outside is not undone.
+    """
+    forgotten = run_on(
+        find_app(app, url),
+        lambda opened: opened.restart(run, from_step=from_step, actor=who(actor), reason=reason),
+    )
+    names = list(dict.fromkeys(step.name for step in forgotten))
+    if not names:
+        raise ConfigurationError(f"run {run} has ended or has no step {from_step!r}; see onefold runs show {run}")
+    say({"run": run, "forgotten": names}, as_json, f"{run} goes back to {from_step}; forgotten: {', '.join(names)}")
+
+
+# on the way to the store and back
+
+
+def _act(
+    app: str | None,
+    url: str | None,
+    act: Callable[[App], Awaitable[bool]],
+    run: str,
+    as_json: bool,
+    done: str,
+    otherwise: str,
+) -> None:
+    """Do something to a run; what cannot be done is an error."""
+    if not run_on(find_app(app, url), act):
+        raise ConfigurationError(f"run {run} {otherwise}; nothing was done")
+    say({"run": run, done: True}, as_json, f"{run} was {done}")
+
+
+def _read_states(names: list[str]) -> tuple[State, ...]:
+    known = {state.name.lower(): state for state in State}
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"--state {name!r} is not a state; there are: {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _ago(now: int, age: timedelta | None, otherwise: int) -> int:
+    return otherwise if age is None else now - round(age.total_seconds() * MICROSECONDS)
+
+
+def _as_dict(record: Record) -> dict[str, Any]:
+    envelope = record.envelope
+    return {
+        "id": envelope.id,
+        "workflow": envelope.message_type,
+        "version": envelope.schema_version,
+        "queue": envelope.queue,
+        "subject": envelope.subject,
+        "state": record.state.name.lower(),
+        "created_at": to_datetime(envelope.created_at),
+        "ended_at": None if record.ended_at is None else to_datetime(record.ended_at),
+        "due_at": _due_at(record),
+        "failure": record.failure,
+    }
+
+
+def _due_at(record: Record) -> datetime | None:
+    due = record.envelope.due_at
+    if record.state not in (State.SCHEDULED, State.PARKED) or due >= limits.INSTANT_MAX:
+        return None
+    return to_datetime(due)
+
+
+def _table(records: list[Record], now: int) -> Table:
+    table = Table("run", "workflow", "state", "age", "next", "subject", "why", box=None, padding=(0, 2, 0, 0))
+    for one in records:
+        envelope = one.envelope
+        table.add_row(
+            envelope.id,
+            f"{envelope.message_type} v{envelope.schema_version}",
+            one.state.name.lower(),
+            lasting(max(0, now - envelope.created_at) / MICROSECONDS),
+            written(_due_at(one)),
+            envelope.subject or "-",
+            "" if one.failure is None else one.failure.reason,
+        )
+    return table

@@ -1,0 +1,168 @@
+"""Draws a chronicle as a tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from onefold.chronicle import Chronicle, Entry, Try
+from onefold.cli.words import from_now, lasting, written
+from onefold.store import Failure
+
+#: Of very many things side by side so many are drawn from the beginning, and so many of the rest that are not done.
+_FIRST = 10
+_OPEN = 20
+
+#: Where another word than the kind says more beside the state.
+_WORDS = {"step": "", "wait": "signal", "signal": "told"}
+_STYLES = {
+    "done": "green",
+    "failed": "red",
+    "timed out": "red",
+    "dead": "red",
+    "uncertain": "bold magenta",
+    "waiting": "yellow",
+    "parked": "yellow",
+    "begun": "cyan",
+    "leased": "cyan",
+}
+
+
+def draw(chronicle: Chronicle, now: datetime, *, everything: bool = False) -> Tree:
+    """Return a message as a tree; what lies side by side in great numbers is counted, unless all is asked for."""
+    return _Artist(now, everything).message(chronicle)
+
+
+def waits_of(chronicle: Chronicle, now: datetime) -> list[str]:
+    """Say in words what a message waits for now."""
+    told = [_wait(entry, now) for entry in chronicle.waits[:_OPEN]]
+    if len(chronicle.waits) > _OPEN:
+        told.append(f"{len(chronicle.waits) - _OPEN:,} others")
+    if chronicle.state == "parked" and chronicle.failure is not None and chronicle.failure.reason in _FOR_A_PERSON:
+        told.append(f"a person: {chronicle.failure.error_message}")
+    if chronicle.state == "leased":
+        told.append(f"nothing: it runs on {chronicle.worker}")
+    elif chronicle.state == "scheduled":
+        told.append("a worker")
+    return told
+
+
+#: Why a message is parked, when nothing but a person helps.
+_FOR_A_PERSON = ("uncertain", "replay")
+
+
+def _wait(entry: Entry, now: datetime) -> str:
+    until = "" if entry.due_at is None else f", until {written(entry.due_at)} ({from_now(entry.due_at, now)})"
+    if entry.kind == "wait":
+        return f"the signal {entry.name.rpartition('/')[2].partition('#')[0]!r}{until}"
+    if entry.kind == "child":
+        return f"child {entry.message_id} ({entry.name})"
+    return f"{'the next try of ' * (entry.kind == 'step')}{entry.name}{until}"
+
+
+class _Artist:
+    def __init__(self, now: datetime, everything: bool) -> None:
+        self._now = now
+        self._everything = everything
+
+    def message(self, chronicle: Chronicle, above: str = "") -> Tree:
+        tree = Tree(above + self._head(chronicle), highlight=False)
+        for attempt in chronicle.attempts:
+            tree.add(_try("attempt failed", attempt))
+        self._add(tree, chronicle.entries, chronicle.id)
+        for letter in chronicle.mailbox:
+            tree.add(f"[cyan]mailbox[/] {escape(letter.name)} [dim]{letter.id}, came {written(letter.at)}[/]")
+        return tree
+
+    def _head(self, chronicle: Chronicle) -> str:
+        taken = "" if chronicle.ended_at is None else f", took {_took(chronicle.created_at, chronicle.ended_at)}"
+        counts = ((chronicle.crashes, "crashes"), (chronicle.replay_count, "redrives"))
+        counted = "".join(f" [yellow]{number} {what}[/]" for number, what in counts if number)
+        head = f"[bold]{escape(chronicle.message_type)}[/] v{chronicle.version} {_styled(chronicle.state)}"
+        head += f" [dim]{chronicle.id}, since {written(chronicle.created_at)}{taken}[/]{counted}"
+        return head if chronicle.failure is None else f"{head}\n[red]{_failure(chronicle.failure)}[/]"
+
+    def _add(self, tree: Tree, entries: Sequence[Entry], message_id: str) -> None:
+        for entry, left_out in self._chosen(entries):
+            if entry is None:
+                tree.add(f"[dim]… {left_out}[/]")
+            else:
+                tree.add(self._entry(entry, message_id))
+
+    def _chosen(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry | None, str]]:
+        """Go through what is drawn, with a word in place of what is not."""
+        open_ = [number for number, entry in enumerate(entries) if entry.state != "done" and number >= _FIRST]
+        shown = set(range(_FIRST)) | set(open_[:_OPEN])
+        if self._everything or len(entries) <= _FIRST + _OPEN:
+            shown = set(range(len(entries)))
+        skipped: Counter[str] = Counter()
+        for number, entry in enumerate(entries):
+            if number not in shown:
+                skipped[entry.state] += 1
+                continue
+            if skipped:
+                yield None, _counted(skipped)
+                skipped.clear()
+            yield entry, ""
+        if skipped:
+            yield None, _counted(skipped)
+
+    def _entry(self, entry: Entry, message_id: str) -> Tree:
+        name = entry.name.rpartition("/")[2]
+        label = f"{_styled(entry.state)} {_WORDS.get(entry.kind, entry.kind)} [bold]{escape(name)}[/]"
+        label = " ".join(label.split()) + self._times(entry)
+        if entry.failure is not None:
+            label += f"\n[red]{_failure(entry.failure)}[/]"
+        if entry.kind == "effect" and entry.state == "uncertain":
+            label += (
+                f"\n[magenta]whether it happened is unknown; find out, then: onefold effects resolve {message_id} "
+                f"{escape(entry.name)} --happened | --not-happened --reason …[/]"
+            )
+        if entry.message is not None and (entry.kind == "child" or entry.message.entries):
+            tree = self.message(entry.message, f"{label}\n")
+        else:
+            at = "" if entry.message_id is None else f" [dim]{entry.message_id}[/]"
+            told = "" if entry.message is None else f" {_styled(entry.message.state)}"
+            tree = Tree(f"{label}{at}{told}", highlight=False)
+        for one in entry.tries:
+            tree.add(_try("try failed", one))
+        self._add(tree, entry.entries, message_id)
+        return tree
+
+    def _times(self, entry: Entry) -> str:
+        if entry.kind in ("now", "checkpoint", "restart", "send", "signal"):
+            return f" [dim]at {written(entry.ended_at or entry.began_at)}[/]"
+        told = [] if entry.began_at is None else [f"from {written(entry.began_at)}"]
+        if entry.seconds is not None:
+            told.append(f"took {lasting(entry.seconds)}")
+        elif entry.due_at is not None:
+            told.append(f"until {written(entry.due_at)} ({from_now(entry.due_at, self._now)})")
+        return f" [dim]{', '.join(told)}[/]" if told else ""
+
+
+def _try(what: str, one: Try) -> str:
+    delay = "" if one.delay is None else f", next after {lasting(one.delay)}"
+    return f"[red]{what}[/] [dim]{written(one.at)}{delay}[/] {_failure(one)}"
+
+
+def _failure(one: Try | Failure) -> str:
+    error = f": {one.error_type}: {one.error_message}" if one.error_type else ""
+    return escape(f"{one.reason}{error}")
+
+
+def _styled(state: str) -> str:
+    style = _STYLES.get(state, "dim")
+    return f"[{style}]{state}[/]"
+
+
+def _took(began: datetime, ended: datetime) -> str:
+    return lasting(max(0.0, (ended - began).total_seconds()))
+
+
+def _counted(states: Counter[str]) -> str:
+    told = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
+    return f"{states.total():,} more: {told}"
