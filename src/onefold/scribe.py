@@ -60,7 +60,7 @@ def _read_mailbox(lines: Sequence[Step]) -> tuple[dict[str, Step], tuple[Letter,
 
 
 def _give_rest(lines: Sequence[Step], told: Mapping[str, Step], mailbox: Iterable[Letter]) -> dict[str, Step]:
-    """Return the signals with those, under the name of the wait, that waits of the last stretch must have been given."""
+    """Add to the signals, under the names of their waits, those that waits of the last stretch must have been given."""
     given, left = dict(told), list(mailbox)
     taken = {step.name for step in lines if step.kind is StepKind.TAKEN}
     for step in lines:

@@ -1,4 +1,4 @@
-"""``onefold runs``, ``effects``, ``dead``, ``cancel`` and ``preflight`` through their front doors.  H6, N2, M4 to M6."""
+"""``onefold runs``, ``effects``, ``dead``, ``cancel`` and ``preflight`` through their front doors.  H6, N2, M4, M5."""
 
 from __future__ import annotations
 
