@@ -22,6 +22,7 @@ from onefold.execution import Execution
 from onefold.fleet import WorkerSettings, worker_name
 from onefold.inside import current
 from onefold.operating import OperatorVerbs
+from onefold.publishing import EventVerbs
 from onefold.receipt import Receipt, Source
 from onefold.recurring import Keeper
 from onefold.registry import Registry
@@ -47,7 +48,7 @@ OnSend = Callable[[Envelope], Envelope]
 URL_VARIABLE = "ONEFOLD_URL"
 
 
-class App(TaskVerbs, WorkflowVerbs, OperatorVerbs):
+class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
     """Handlers and the store their messages rest in.
 
     ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.

@@ -15,10 +15,12 @@ from onefold.effects import Happened, NotHappened
 from onefold.receipt import Receipt
 from onefold.task import Call, Sendable
 from onefold.threads import Threads
+from onefold.topic import Publishable
 from onefold.work import Work
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class SyncWork:
@@ -44,6 +46,10 @@ class SyncWork:
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message that leaves only if this handler succeeds."""
         return self._work.send(task, *args, **kwargs)
+
+    def publish(self, topic: Publishable[T], event: T) -> Receipt[int]:
+        """Publish an event that leaves only if this handler succeeds."""
+        return self._work.publish(topic, event)
 
     def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
         """Send many messages that leave only if this handler succeeds."""

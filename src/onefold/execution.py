@@ -147,7 +147,7 @@ class Execution:
             text = "it was not done within its time; see expires="
             failure = Failure(reason="expired", error_type="Expired", error_message=text)
             return Dead(failure, key_window=task.key_window, ran=False)
-        if envelope.schema_version > task.version or (envelope.pinned and envelope.schema_version != task.version):
+        if not task.understands(envelope):
             logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
             return Again(UNSUPPORTED_SECONDS, None, counted=False)
         return None

@@ -48,11 +48,13 @@ class Handler:
         self.is_direct = self.is_async and not (self.isolate or self.batch)
         self.takes_context = first in ("Context", "SyncContext")
 
-    def signature(self, *, skip: int, fingerprint: Sequence[str] | None) -> Signature:
+    def signature(
+        self, *, skip: int, fingerprint: Sequence[str] | None, kind: type[Signature] = Signature
+    ) -> Signature:
         """Return how its messages are written and read; the first ``skip`` parameters are no arguments of theirs."""
         if self.batch:
-            return Signature(_one_argument(self.function), skip=0, fingerprint=fingerprint)
-        return Signature(self.function, skip=skip, fingerprint=fingerprint)
+            return kind(_one_argument(self.function), skip=0, fingerprint=fingerprint)
+        return kind(self.function, skip=skip, fingerprint=fingerprint)
 
     def _refuse_the_other_kind(self, first: str | None) -> None:
         if first in _GIVEN[not self.is_async]:

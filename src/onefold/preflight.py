@@ -108,7 +108,7 @@ def _readable(app: App, envelope: Envelope) -> dict[str, Any] | tuple[Kind, str]
     if envelope.message_type not in app.tasks:
         return "unknown type", "no task or workflow has this name"
     task = app._registry.handler(envelope)
-    if envelope.schema_version > task.version or (envelope.pinned and envelope.schema_version != task.version):
+    if not task.understands(envelope):
         return "unknown version", f"the code has version {task.version}"
     try:
         return task.signature.decode(envelope.payload_inline or b"")

@@ -6,7 +6,7 @@ It belongs to a sender, which is anything that can send a call, so this module k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
@@ -15,6 +15,7 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
+from onefold.codec import Signature
 from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check
 from onefold.errors import ConfigurationError, EnvelopeError, seconds
 from onefold.gate import NOWHERE, Gate, Place
@@ -137,7 +138,7 @@ class Task(Generic[P, R]):
             raise ConfigurationError(f"{self.name}: a workflow must be an async function; write `async def`")
         self.queue = limits.check_name("queue", settings.queue)
         self.takes_context = self._is_handed_something(function)
-        self.signature = self.handler.signature(skip=int(self.takes_context), fingerprint=settings.fingerprint)
+        self.signature = self._make_signature(settings.fingerprint)
         self._key = self._source("key", settings.key)
         self._subject = self._source("subject", settings.subject)
         self.gate = Gate(self.name, settings, self.signature.hints)
@@ -159,6 +160,14 @@ class Task(Generic[P, R]):
     def _is_handed_something(self, function: Callable[..., Any]) -> bool:
         """Whether the first parameter is not an argument of the message."""
         return self.handler.takes_context
+
+    def _make_signature(self, fingerprint: Sequence[str] | None) -> Signature:
+        return self.handler.signature(skip=int(self.takes_context), fingerprint=fingerprint)
+
+    def understands(self, envelope: Envelope) -> bool:
+        """Whether a message is of a version that this code knows how to handle."""
+        version = envelope.schema_version
+        return version == self.version if envelope.pinned else version <= self.version
 
     def _source(self, what: str, source: KeySource | None) -> KeyFunction | None:
         return None if source is None else from_source(self.name, what, source, self.signature.hints)

@@ -17,9 +17,11 @@ from onefold.receipt import Receipt
 from onefold.step import Note
 from onefold.store import Stored, Transaction
 from onefold.task import Call, Sendable
+from onefold.topic import Publishable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 #: Makes the message of a call and the receipt for it; given by the app, which owns clock and chance.
 Prepare = Callable[[Call[Any], Envelope | None, int], tuple[Envelope, Receipt[Any]]]
@@ -113,6 +115,10 @@ class AppTransaction:
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message that leaves only if the transaction commits."""
         return self._buffer.add(task.call(*args, **kwargs))
+
+    def publish(self, topic: Publishable[T], event: T) -> Receipt[int]:
+        """Publish an event that leaves only if the transaction commits."""
+        return self._buffer.add(topic.call(event))
 
     def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
         """Send many messages that leave only if the transaction commits."""

@@ -19,6 +19,7 @@ from onefold.transaction import AppTransaction
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class SyncReceipt(Generic[R]):
@@ -112,6 +113,10 @@ class SyncTransaction:
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> SyncReceipt[R]:
         """Send a message that leaves only if the transaction commits."""
         return self.add(task.call(*args, **kwargs))
+
+    def publish(self, topic: Publishable[T], event: T) -> SyncReceipt[int]:
+        """Publish an event that leaves only if the transaction commits."""
+        return self.add(topic.call(event))
 
     def send_many(self, calls: Iterable[Call[Any]]) -> list[SyncReceipt[Any]]:
         """Send many messages that leave only if the transaction commits."""

@@ -16,10 +16,12 @@ from onefold.receipt import Receipt
 from onefold.step import Note
 from onefold.store import Lease, Outcome, Store, Transaction
 from onefold.task import Call, Sendable
+from onefold.topic import Publishable
 from onefold.transaction import Buffer, Prepare, commits_apart
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Work:
@@ -90,6 +92,10 @@ class Work:
     def send(self, task: Sendable[P, R], *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message that leaves only if this handler succeeds."""
         return self.buffer.add(task.call(*args, **kwargs))
+
+    def publish(self, topic: Publishable[T], event: T) -> Receipt[int]:
+        """Publish an event that leaves only if this handler succeeds."""
+        return self.buffer.add(topic.call(event))
 
     def send_many(self, calls: Iterable[Call[Any]]) -> list[Receipt[Any]]:
         """Send many messages that leave only if this handler succeeds."""

@@ -25,6 +25,7 @@ from onefold.runners import Runners, cancel
 from onefold.settling import UNSETTLED_MAX, Held, Settler
 from onefold.slots import Slots
 from onefold.store import Lane, Lease
+from onefold.subscription import keep_subscribed
 from onefold.ticker import Ticker
 
 logger = logging.getLogger("onefold")
@@ -121,6 +122,7 @@ class Worker:
     # claiming
 
     async def _claim(self) -> None:
+        await keep_subscribed(self._store, self._clock, self._execution.registry)
         if self._ticker is not None and self._settings.until_idle:
             await self._ticker.catch_up()
         while not self._stopping.is_set():

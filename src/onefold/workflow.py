@@ -44,11 +44,13 @@ from onefold.store import Dead, Done, Lease, Outcome, State, Stored
 from onefold.stretch import Raised, Stretch, branch, stopped_from_outside, until_a_person_acts
 from onefold.task import BoundTask, Call, Task, takes_first
 from onefold.tools import Tools
+from onefold.topic import Publishable
 
 logger = logging.getLogger("onefold")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
@@ -209,6 +211,10 @@ class Run:
     def send(self, task: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message and do not wait for it; it leaves, once, with what the run records next."""
         return self.add(task.call(*args, **kwargs))
+
+    def publish(self, topic: Publishable[T], event: T) -> Receipt[int]:
+        """Publish an event; it leaves, once, with what the run records next."""
+        return self.add(topic.call(event))
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside a workflow."""
