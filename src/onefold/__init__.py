@@ -41,11 +41,21 @@ from onefold.receipt import Receipt
 from onefold.recurring import Schedule
 from onefold.retry import RetryPolicy
 from onefold.store import Progress, Query, Record, State
+from onefold.subscription import Subscription
 from onefold.sync import SyncApp
 from onefold.task import Call, Task
+from onefold.topic import Topic
 from onefold.transaction import AppTransaction
 from onefold.version import __version__
-from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTransaction
+from onefold.waiting import (
+    SyncDeadLetter,
+    SyncDebounced,
+    SyncReceipt,
+    SyncSchedule,
+    SyncTask,
+    SyncTopic,
+    SyncTransaction,
+)
 from onefold.workflow import Run, Workflow
 
 __all__ = [
@@ -93,6 +103,7 @@ __all__ = [
     "StepError",
     "StoreError",
     "StoreUnavailableError",
+    "Subscription",
     "SyncApp",
     "SyncBatch",
     "SyncContext",
@@ -101,8 +112,10 @@ __all__ = [
     "SyncReceipt",
     "SyncSchedule",
     "SyncTask",
+    "SyncTopic",
     "SyncTransaction",
     "Task",
+    "Topic",
     "TransactionOpenError",
     "TransactionTooLongError",
     "UncertainError",

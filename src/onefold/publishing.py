@@ -12,9 +12,11 @@ from onefold.blocking import SyncContext
 from onefold.context import Context
 from onefold.envelope import Envelope
 from onefold.identity import KeySource
-from onefold.registry import Registry, Task, TaskOptions, TaskSettings
+from onefold.options import TaskOptions, TaskSettings
+from onefold.registry import Registry
 from onefold.store import Store
 from onefold.subscription import Subscription
+from onefold.task import Task
 from onefold.topic import Subscriber, Topic
 from onefold.transaction import refuse_inside
 
@@ -100,7 +102,9 @@ class EventVerbs:
     @overload
     def on(self, event: Topic[T], /, *, batch: int, **settings: Unpack[TaskOptions]) -> DeclareBatchSubscriber[T]: ...
     @overload
-    def on(self, event: str, /, *, isolate: bool = False, **settings: Unpack[TaskOptions]) -> DeclareSubscriber[Any]: ...
+    def on(
+        self, event: str, /, *, isolate: bool = False, **settings: Unpack[TaskOptions]
+    ) -> DeclareSubscriber[Any]: ...
     @overload
     def on(self, event: str, /, *, batch: int, **settings: Unpack[TaskOptions]) -> DeclareBatchSubscriber[Any]: ...
     def on(self, event: Topic[Any] | str, /, **settings: Any) -> Any:

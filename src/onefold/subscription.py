@@ -200,5 +200,7 @@ def copy_of(event: Envelope, subscription: Subscription, id_: str) -> Envelope:
         fingerprint=fingerprint_of(event.payload_inline or b""),
         trace=event.trace,
         tags=event.tags,
+        ordering_key=event.ordering_key,
+        priority=event.priority,
         retention=subscription.retention,
     )

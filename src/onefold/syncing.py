@@ -22,12 +22,15 @@ from onefold.schedule import Catchup
 from onefold.step import Step
 from onefold.stepping import StepOptions
 from onefold.store import Counts, Progress, Query, Record
+from onefold.subscription import Subscription
 from onefold.task import Call, Sendable, Task
-from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask
+from onefold.topic import Topic
+from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTopic
 from onefold.workflow import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: A task that is told of dead letters.
@@ -91,6 +94,63 @@ class SyncVerbs:
         """Declare a task that is told of every dead letter; see ``App.on_dead``."""
         declare = Declare(self, self.app.on_dead(**settings))
         return declare(*function) if function else declare
+
+    # events
+
+    @overload
+    def topic(
+        self,
+        name: str,
+        kind: type[T],
+        /,
+        *,
+        key: KeySource | None = None,
+        subject: KeySource | None = None,
+        queue: str = "default",
+        version: int = 1,
+        expires: timedelta | float | None = limits.MESSAGE_RETENTION,
+        key_window: timedelta | float = limits.KEY_WINDOW,
+    ) -> SyncTopic[T]: ...
+    @overload
+    def topic(
+        self,
+        name: str,
+        /,
+        *,
+        key: KeySource | None = None,
+        subject: KeySource | None = None,
+        queue: str = "default",
+        version: int = 1,
+        expires: timedelta | float | None = limits.MESSAGE_RETENTION,
+        key_window: timedelta | float = limits.KEY_WINDOW,
+    ) -> SyncTopic[Any]: ...
+    def topic(self, name: str, kind: Any = Any, /, **settings: Any) -> Any:
+        """Declare an event by its name and the type of what it says; see ``App.topic``."""
+        return SyncTopic(self, self.app.topic(name, kind, **settings))
+
+    @overload
+    def on(
+        self, event: Topic[Any] | SyncTopic[Any] | str, /, *, isolate: bool = False, **settings: Unpack[TaskOptions]
+    ) -> Declare: ...
+    @overload
+    def on(
+        self, event: Topic[Any] | SyncTopic[Any] | str, /, *, batch: int, **settings: Unpack[TaskOptions]
+    ) -> Declare: ...
+    def on(self, event: Topic[Any] | SyncTopic[Any] | str, /, **settings: Any) -> Any:
+        """Declare a task that is sent a copy of every event of this name; see ``App.on``."""
+        return Declare(self, self.app.on(event if isinstance(event, str) else event.name, **settings))
+
+    def subscribe(self) -> list[Subscription]:
+        """Make the subscriptions of this app durable, as each of its workers does when it starts; returns them."""
+        return self._run(self.app.subscribe)
+
+    def subscriptions(self) -> list[Subscription]:
+        """Return who subscribes to what in this store, whichever app declared it, sorted by event."""
+        return self._run(self.app.subscriptions)
+
+    def unsubscribe(self, event: str, subscriber: str) -> bool:
+        """Remove a subscription; True when it was there.  See ``App.unsubscribe``."""
+        return self._run(lambda: self.app.unsubscribe(event, subscriber))
 
     # recurring
 

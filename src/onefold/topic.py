@@ -1,7 +1,7 @@
 """Stage 1, declare: events, which are published under a name, and the tasks that subscribe to them.
 
 A topic is a task whose handler copies its message to the subscribers; a subscriber is a task that is sent such copies.
-Both carry the event itself as their payload, not a list of arguments: what one of them calls it is no concern of others.
+Both carry the event itself as their payload, not a list of arguments: what one of them calls it concerns no other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from onefold import limits
 from onefold.codec import ResultCodec, Signature, check_json, fingerprint_of
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError
+from onefold.options import SendOptions, TaskSettings, check_options
 from onefold.receipt import Receipt
-from onefold.registry import BoundTask, Call, Sender, SendOptions, Task, TaskSettings, check_options
+from onefold.task import BoundTask, Call, Sender, Task
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

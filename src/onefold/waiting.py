@@ -15,6 +15,7 @@ from onefold.receipt import Receipt
 from onefold.recurring import Schedule
 from onefold.store import Attempt, Failure, State
 from onefold.task import BoundTask, Call, Sendable, Task
+from onefold.topic import BoundTopic, Publishable, Topic
 from onefold.transaction import AppTransaction
 
 P = ParamSpec("P")
@@ -95,6 +96,22 @@ class SyncTask(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<task {self.name}>"
+
+
+class SyncTopic(SyncTask[[T], int]):
+    """A topic of a ``SyncApp``: ``order_placed.publish(order)`` returns when the event is durable."""
+
+    def __init__(self, sender: SyncSender, topic: Topic[T] | BoundTopic[T]) -> None:
+        super().__init__(sender, topic)
+        self._topic = topic
+
+    def publish(self, event: T, /) -> SyncReceipt[int]:
+        """Publish one event; inside a handler or transaction it leaves with its commit.  See ``Topic.publish``."""
+        return self.send(event)
+
+    def options(self, **options: Unpack[SendOptions]) -> SyncTopic[T]:
+        """Return this topic with options for the events that follow."""
+        return SyncTopic(self._sender, self._topic.options(**options))
 
 
 class SyncTransaction:

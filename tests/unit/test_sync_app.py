@@ -39,8 +39,10 @@ from onefold import (
     SyncReceipt,
     SyncSchedule,
     SyncTask,
+    SyncTopic,
     SyncTransaction,
     Task,
+    Topic,
     TransactionOpenError,
 )
 from onefold.debounce import Debounced
@@ -90,10 +92,16 @@ ELSEWHERE: dict[type, set[str]] = {
     DeadLetter: set(),
     Schedule: set(),
     Debounced: {"carry"},
-    Task: {"make_call", "pinned"},
+    Task: {"make_call", "pinned", "understands"},
+    Topic: {"make_call", "pinned", "understands"},
 }
 #: What only the synchronous side has: the way to tasks that were declared on the app behind it, and that app.
-ADDED: dict[type, set[str]] = {SyncApp: {"app", "send"}, SyncTask: {"name"}, SyncSchedule: {"name"}}
+ADDED: dict[type, set[str]] = {
+    SyncApp: {"app", "send"},
+    SyncTask: {"name"},
+    SyncTopic: {"name"},
+    SyncSchedule: {"name"},
+}
 
 PAIRS = [
     (App, SyncApp),
@@ -103,6 +111,7 @@ PAIRS = [
     (Schedule, SyncSchedule),
     (Debounced, SyncDebounced),
     (Task, SyncTask),
+    (Topic, SyncTopic),
 ]
 
 
