@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 _ANSWER_SECONDS = 120.0
 _END_SECONDS = 5.0
 _LOG_CHARACTERS = 2_000
+#: One answer is one line: minutes of claims, two figures each.
+_LINE_BYTES_MAX = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,13 @@ async def started(how: Launch, directory: Path) -> AsyncIterator[Agent]:
     number, name = tempfile.mkstemp(suffix=".log", dir=directory)
     with os.fdopen(number, "wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *how.command, stdin=PIPE, stdout=PIPE, stderr=output, cwd=ROOT, env={**os.environ, **how.environment}
+            *how.command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=output,
+            cwd=ROOT,
+            env={**os.environ, **how.environment},
+            limit=_LINE_BYTES_MAX,
         )
     agent = Agent(process, Path(name))
     try:

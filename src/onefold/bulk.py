@@ -18,7 +18,7 @@ from onefold.task import Call
 from onefold.transaction import Buffer
 
 #: Messages that a server stores while the next are prepared here, and how many of these are prepared in one go.
-_PART, _BITE = 1_000, 100
+_PART, _BITE = 250, 50
 
 
 async def put_all(store: Store, buffer: Buffer, calls: Iterable[Call[Any]], batch_key: str | None) -> list[Stored]:

@@ -18,8 +18,9 @@ from onefold.stores.sqlite.session import Session
 
 #: A connection that broke is replaced before the next use: at once, or after these pauses, or at the use after that.
 _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
-#: The log is copied into the file when it has this many pages, as SQLite itself would do in somebody's commit.
-_CHECKPOINT_PAGES = 1_000
+#: The log is copied into the file when it has this many pages, 8 MB.  SQLite itself would do it at half of that,
+#: in somebody's commit; most of what is sent rewrites the same few pages, so copying less often copies less.
+_CHECKPOINT_PAGES = 2_000
 
 
 class Link:

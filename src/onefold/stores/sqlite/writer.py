@@ -41,6 +41,8 @@ _SHORT_TURN_MICROS = 5_000
 _SPOILED_MICROS = 1_000_000
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
+#: Somebody who has written alone for a while looks for company only after this many writes; all others wait meanwhile.
+_UNASKED_MAX = 4
 
 
 class Writer:
@@ -70,8 +72,9 @@ class Writer:
         self._turn_micros = 0
         self._busy = False
         self._scheduled = False
-        #: Whether the last write found nobody to share its commit with.
-        self._alone = False
+        #: How many writes need not wait for company, and how many did not the last time: it doubles while nobody comes.
+        self._unasked = 0
+        self._unasked_most = 0
         self.closed = False
         self._quiet: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -141,9 +144,8 @@ class Writer:
     def _queue(self, write: Write) -> asyncio.Future[Any]:
         self._refuse_closed()
         self._waiting.append(write)
-        if self._alone:
-            # Every other time somebody who writes alone need not wait whether others come.
-            self._alone = False
+        if self._unasked:
+            self._unasked -= 1
             self._proceed()
         else:
             self._proceed_soon()
@@ -160,8 +162,9 @@ class Writer:
             self._scheduled = False
             return
         round_ = self._collect()
-        self._alone = self._threaded and self._scheduled and round_.rows == 1 and not round_.calls
-        self._scheduled = False
+        if self._scheduled:
+            self._scheduled = False
+            self._look_for_company(round_)
         if not round_.steps:
             if self._quiet is not None and not self._quiet.done():
                 self._quiet.set_result(None)
@@ -173,6 +176,12 @@ class Writer:
             self._runner.submit(partial(self._run_there, round_))
         else:
             self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
+
+    def _look_for_company(self, round_: Round) -> None:
+        """Everybody had the chance to join: if nobody did, the next writes need not wait for others."""
+        alone = self._threaded and round_.rows == 1 and not round_.calls
+        self._unasked_most = min(2 * self._unasked_most or 1, _UNASKED_MAX) if alone else 0
+        self._unasked = self._unasked_most
 
     def _fits_here(self, round_: Round) -> bool:
         """Whether this is done within a moment for sure: the caller's own statements are never."""
