@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.store import Fenced, Lane, Lease
 from onefold.stores.rows import envelope_of
+from onefold.stores.sqlite.gates import Asked, Budget, Gates, Pick, in_turn, merged
 from onefold.stores.sqlite.session import Row, Session, as_json
 
 #: The statement of each lane, and how many crashes it allows where it asks.
@@ -30,37 +31,78 @@ class RowLease(Lease, frozen=True, gc=False):
     seq: int = 0
 
 
-def claim(
-    session: Session, queues: Sequence[str], *, types: Sequence[str], limit: int, lease: float, worker: str, lane: Lane
-) -> list[Lease]:
+def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
     session.run("claim_expired", steady)
-    known = as_json(types)
-    statement, *bounds = _SELECT_OF[lane]
-    rows: list[Row] = []
-    for queue in queues:
-        rows += session.rows(statement, queue, now, known, limit - len(rows), *bounds)
-        if len(rows) >= limit:
+    budget = Budget(session, asked, now)
+    leases: list[RowLease] = []
+    for queue in asked.queues:
+        if budget.room <= 0:
             break
-    if rows:
+        prioritised, lined, crowded = session.rows("claim_kinds", queue)[0]
+        if not (prioritised or lined or crowded):
+            rows = _plain(session, asked, queue, now, budget.room)
+            budget.room -= len(rows)
+            leases += [_lease_of(row, now, worker) for row in rows]
+            continue
+        kinds = {_some_plain: True, gates.lines: lined, gates.crowds: crowded}
+        picks = [
+            pick
+            for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn)
+            for pick in choose(session, asked, queue, now, budget)
+        ]
+        rows = session.rows("claim_rows", as_json([pick.seq for pick in picks]))
+        leases += [_lease_of(row, now, worker, pick) for row, pick in zip(rows, picks, strict=True)]
+        gates.turn += 1
+    if leases:
         until = steady + round(lease * MICROSECONDS)
-        suspect_after = limits.SUSPECT_AFTER if lane is Lane.ANY else limits.INTEGER_MAX
-        session.run("claim_take", until, worker, suspect_after, as_json([row[19] for row in rows]))
-    return [_lease_of(row, now, worker) for row in rows]
+        suspect_after = limits.SUSPECT_AFTER if asked.lane is Lane.ANY else limits.INTEGER_MAX
+        session.run("claim_take", until, worker, suspect_after, as_json([one.seq for one in leases]))
+        budget.spend()
+    return list(leases)
 
 
-def _lease_of(row: Row, claimed_at: int, worker: str) -> Lease:
+def _plain(session: Session, asked: Asked, queue: str, now: int, number: int) -> list[Row]:
+    """Read those that wait at no gate, the longest due first."""
+    statement, *bounds = _SELECT_OF[asked.lane]
+    return session.rows(statement, queue, now, asked.known, number, *bounds)
+
+
+def _some_plain(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
+    """Choose those that wait at no gate, where some have a priority."""
+    if asked.lane is Lane.PROBATION:
+        chosen = [row[19] for row in _plain(session, asked, queue, now, budget.room)]
+    else:
+        given = (queue, now, asked.known, asked.crashes_max, budget.room)
+        levels = [(0, session.rows("claim_level_plain", *given))]
+        levels += [(level, session.rows("claim_level", *given, level)) for level in range(1, limits.PRIORITY_MAX + 1)]
+        chosen = merged(levels, budget.room)
+    budget.room -= len(chosen)
+    yield from (Pick(seq) for seq in chosen)
+
+
+def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) -> RowLease:
     """Return the lease of a row just claimed, which still shows the fence before the claim."""
     fence, attempt, crashes, replays, wake, seq = row[14:]
-    return RowLease(envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake, seq=seq)
+    common = (envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
+    return RowLease(*common, seq=seq) if pick is None else RowLease(*common, pick.gate, pick.gap, seq)
 
 
-def claim_possible(session: Session, queues: Sequence[str], types: Sequence[str], lane: Lane) -> bool:
+def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:
     """Whether a claim might find something; only a read."""
-    statement, *bounds = _POSSIBLE_OF[lane]
-    given = (session.clock.steady(), as_json(queues), session.clock.now(), as_json(types))
-    return bool(session.rows(statement, *given, *bounds)[0][0])
+    statement, *bounds = _POSSIBLE_OF[asked.lane]
+    now = session.clock.now()
+    if session.rows(statement, session.clock.steady(), as_json(asked.queues), now, asked.known, *bounds)[0][0]:
+        return True
+    budget = Budget(session, asked, now)
+    for queue in asked.queues:
+        _, lined, crowded = session.rows("claim_kinds", queue)[0]
+        if (lined and any(True for _ in gates.lines(session, asked, queue, now, budget))) or (
+            crowded and any(True for _ in gates.crowds(session, asked, queue, now, budget))
+        ):
+            return True
+    return False
 
 
 def extend(session: Session, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:

@@ -8,6 +8,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.step import Step
 from onefold.store import Act, Fenced, Purged, Registered, State
+from onefold.stores.sqlite.gates import LINE_RETENTION, next_place
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.steps import check_outside
@@ -38,11 +39,12 @@ def _move_one(session: Session, id_: str, to: State, now: int) -> str | None:
     if to is State.CANCELLED:
         kept_until = now + round(limits.KEY_WINDOW * MICROSECONDS)
         cancelled = session.rows("move_cancel", now, kept_until, id_)
+        session.each("gate_cancelled", [(seq, now + LINE_RETENTION) for (seq,) in cancelled])
         session.each("move_cancelled", cancelled)
         return "cancel" if cancelled else None
     if Steps(session.connection).resume(id_, now):
         return "resume"
-    reopened = session.rows("move_redrive", now, id_)
+    reopened = session.rows("move_redrive", now, id_, next_place(session))
     session.each("move_reopened", reopened)
     return "redrive" if reopened else None
 
@@ -111,6 +113,7 @@ def purge(session: Session, limit: int) -> Purged:
         session.each(name, [row[:1] for row in gone])
     Steps(session.connection).purge([row[3] for row in gone])
     session.run("purge_keys", now, limit)
+    session.run("purge_gates", now, limit)
     session.run("purge_register", now, limit)
     return Purged(bodies=len(bodies), messages=len(gone), register=session.connection.changes())
 

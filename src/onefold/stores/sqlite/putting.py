@@ -10,6 +10,7 @@ from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
 from onefold.store import Act, PutOptions, State, Stored
 from onefold.stores import keys
+from onefold.stores.gating import FIRST_PLACE
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite.operating import move
@@ -58,13 +59,22 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> di
         stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
         fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
         known = {id_: State(state) for id_, (_, state) in stand.items() if state is not None}
-    session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in fresh])
+    plain = [(seq, e) for seq, e in fresh if e.gate is None and e.ordering_key is None and not e.priority]
+    session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in plain])
+    if len(plain) < len(fresh):
+        others = {seq: e for seq, e in fresh if e.priority or e.gated_by is not None}
+        session.each("put_gated", [_gated_row(seq, e, now) for seq, e in others.items()])
     return known
 
 
 def _delivery_row(seq: int, e: Envelope, now: int) -> Row:
     due_at = e.due_at or now + e.delay
     return (seq, e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
+
+
+def _gated_row(seq: int, e: Envelope, now: int) -> Row:
+    place = None if e.ordering_key is None else FIRST_PLACE + seq if e.sequence is None else e.sequence
+    return (*_delivery_row(seq, e, now), e.priority, e.gated_by, place)
 
 
 def _settle_contest(

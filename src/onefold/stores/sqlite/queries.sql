@@ -33,6 +33,11 @@ INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_a
     replay_count)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
 
+-- name: put_gated
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count, priority, gate, place)
+VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0, ?, ?, ?)
+
 -- name: key_holder
 SELECT k.seq, m.id, k.fingerprint, k.schema_version, k.expires_at,
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), o.kept_until
@@ -61,15 +66,20 @@ WHERE state = 1 AND lease_until <= ?
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
     OR EXISTS (
         SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_due
-        WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
-            AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
+        WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND gate IS NULL AND priority = 0
+            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
+    OR EXISTS (
+        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_priority
+        WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND gate IS NULL AND priority > 0
+            AND priority IN (1, 2, 3, 4, 5, 6, 7, 8, 9)
+            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
 
 -- name: claim_possible_crashed
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
     OR EXISTS (
         SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_crashed
-        WHERE crashes > 0 AND queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND due_at <= ?3
-            AND message_type IN (SELECT value FROM json_each(?4)))
+        WHERE crashes > 0 AND queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND gate IS NULL
+            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)))
 
 -- name: claim_select
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
@@ -78,8 +88,8 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
 FROM (
     SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
     FROM onefold_delivery INDEXED BY onefold_delivery_due
-    WHERE queue = ?1 AND state = 0 AND due_at <= ?2 AND message_type IN (SELECT value FROM json_each(?3))
-        AND crashes <= ?5
+    WHERE queue = ?1 AND state = 0 AND gate IS NULL AND priority = 0 AND due_at <= ?2
+        AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?5
     ORDER BY due_at LIMIT ?4
 ) d
 CROSS JOIN onefold_message m ON m.seq = d.seq
@@ -91,7 +101,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
 FROM (
     SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
     FROM onefold_delivery INDEXED BY onefold_delivery_crashed
-    WHERE crashes > 0 AND queue = ?1 AND state = 0 AND due_at <= ?2
+    WHERE crashes > 0 AND queue = ?1 AND state = 0 AND gate IS NULL AND due_at <= ?2
         AND message_type IN (SELECT value FROM json_each(?3))
     ORDER BY due_at LIMIT ?4
 ) d
@@ -165,10 +175,15 @@ INSERT INTO onefold_attempt (seq, fence, attempt, at, worker, failure, delay) VA
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
 -- When its window is over its key may already be another message's, so it is too late then.
 INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-    replay_count)
+    replay_count, priority, gate, place)
 SELECT o.seq, m.queue,
     m.message_type || CASE WHEN CAST(m.headers AS TEXT) ->> '$.pinned' THEN '@' || m.schema_version ELSE '' END, 0,
-    ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END, o.fence + 1, 0, 0, o.replay_count + 1
+    ?1, CASE m.retention WHEN 0 THEN 0 ELSE ?1 + m.retention END, o.fence + 1, 0, 0, o.replay_count + 1,
+    coalesce(CAST(m.headers AS TEXT) ->> '$.priority', 0),
+    coalesce(CAST(m.headers AS TEXT) ->> '$.gate',
+        m.message_type || ':' || (CAST(m.headers AS TEXT) ->> '$.ordering_key')),
+    CASE WHEN CAST(m.headers AS TEXT) ->> '$.ordering_key' IS NOT NULL
+        THEN coalesce(CAST(m.headers AS TEXT) ->> '$.sequence', ?3) END
 FROM onefold_message m JOIN onefold_outcome o ON o.seq = m.seq
 WHERE m.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
 RETURNING seq

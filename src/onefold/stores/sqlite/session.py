@@ -14,7 +14,7 @@ import msgspec
 from onefold.clock import Clock
 from onefold.stores.sql import load_statements
 
-SQL = load_statements("onefold.stores.sqlite")
+SQL = {**load_statements("onefold.stores.sqlite"), **load_statements("onefold.stores.sqlite", "gates.sql")}
 
 Row = tuple[Any, ...]
 Item = TypeVar("Item")

@@ -8,6 +8,7 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import LeaseLostError
 from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, State
 from onefold.stores.rows import encode_failure
+from onefold.stores.sqlite.gates import next_place, pass_on
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.putting import put_sends
 from onefold.stores.sqlite.session import FEW_ROWS, Row, Session, as_json, rows_for
@@ -65,12 +66,16 @@ def _end(session: Session, held: Sequence[_Held], now: int) -> None:
     if ended:
         session.run("settle_end", as_json([row[0] for row in ended]))
         session.each("settle_outcome", ended)
+        pass_on(session, [lease.envelope for _, lease, o in held if isinstance(o, Done | Dead)], now)
 
 
 def _postpone(session: Session, held: Sequence[_Held], now: int) -> None:
     session.each("settle_again", [_again_row(seq, lease, o, now) for seq, lease, o in held if isinstance(o, Again)])
-    if back := [seq for seq, _, o in held if isinstance(o, HandBack)]:
+    if back := [seq for seq, _, o in held if isinstance(o, HandBack) and o.gate is None]:
         session.run("settle_hand_back", as_json(back))
+    for seq, _, o in held:
+        if isinstance(o, HandBack) and o.gate is not None:
+            session.run("gate_adopt", seq, o.gate, next_place(session) if o.ordered else None)
     for seq, lease, o in held:
         if isinstance(o, Parked):
             steps = Steps(session.connection)

@@ -37,6 +37,7 @@ from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, UNREADABLE, Patience, Trace, open_connection, translated
 from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.stores.sqlite.finding import attempts, count, find
+from onefold.stores.sqlite.gates import Asked, Gates
 from onefold.stores.sqlite.leasing import claim, claim_possible, extend
 from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
 from onefold.stores.sqlite.putting import KEEP, put
@@ -44,7 +45,7 @@ from onefold.stores.sqlite.reader import Reader, fetch
 from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
-from onefold.stores.sqlite.session import Row, Session, rows_for
+from onefold.stores.sqlite.session import Row, Session, as_json, rows_for
 from onefold.stores.sqlite.settling import rows_in, settle
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.sqlite.transaction import SQLiteTransaction, may_bring_work
@@ -86,6 +87,7 @@ class SQLiteStore:
         self._opened = False
         #: Whether the last claim found something, so that the next one need not look first.
         self._found = False
+        self._gates = Gates()
         self.capabilities = Capabilities(
             transactional=True,
             shared=False,
@@ -203,12 +205,12 @@ class SQLiteStore:
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
     ) -> list[Lease]:
+        asked = Asked(queues, frozenset(types), as_json(types), limit, lane, gatings, at_once)
         # Looking first keeps idle workers away from the write lock.
-        if not self._found and not await self._read(lambda session: claim_possible(session, queues, types, lane)):
+        if not self._found and not await self._read(lambda session: claim_possible(session, self._gates, asked)):
             return []
         leases = await self._write(
-            lambda session: claim(session, queues, types=types, limit=limit, lease=lease, worker=worker, lane=lane),
-            rows=_MANY_ROWS,
+            lambda session: claim(session, self._gates, asked, lease=lease, worker=worker), rows=_MANY_ROWS
         )
         self._found = bool(leases)
         return leases

@@ -136,6 +136,8 @@ def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
     return any(
         isinstance(o, HandBack | Parked)
+        # A place at its gate is free, or the next in its line may come.
+        or lease.gate is not None
         or lease.envelope.reply_to
         or (isinstance(o, Done) and (o.sends or o.notes))
         or (isinstance(o, Dead) and o.sends)

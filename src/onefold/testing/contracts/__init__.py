@@ -18,6 +18,7 @@ from onefold.testing.contracts.bench import Bench, scenario
 from onefold.testing.contracts.claiming import ClaimContract
 from onefold.testing.contracts.concluding import ConcludeContract
 from onefold.testing.contracts.concurrency import ConcurrencyContract
+from onefold.testing.contracts.gates import GateContract
 from onefold.testing.contracts.journal import JournalContract
 from onefold.testing.contracts.keys import KeyContract
 from onefold.testing.contracts.operating import OperatorContract
@@ -28,7 +29,7 @@ from onefold.testing.contracts.settling import SettleContract
 from onefold.testing.contracts.supervising import SuperviseContract
 from onefold.testing.contracts.transactions import TransactionContract
 
-__all__ = ["Bench", "StoreContract", "scenario"]
+__all__ = ["Bench", "GateContract", "StoreContract", "scenario"]
 
 
 class StoreContract(

@@ -46,16 +46,43 @@ CREATE TABLE onefold_delivery (
     -- How much others have recorded for it; and, only while it is parked, at how much it is due.
     wake INTEGER NOT NULL DEFAULT 0,
     wake_target INTEGER CHECK (wake_target IS NULL OR state = 0),
+    priority INTEGER NOT NULL DEFAULT 0 CHECK (priority BETWEEN 0 AND 9),
+    -- Where it waits, and its place if that is a line: from zero on its own number, below zero the order of sends.
+    gate TEXT,
+    place INTEGER CHECK (place IS NULL OR gate IS NOT NULL),
     CHECK ((state = 1) = (lease_until IS NOT NULL)),
     CHECK ((state = 1) = (worker IS NOT NULL))
 );
 
 -- What may be claimed, in the order in which it is: one short range per queue.
-CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, due_at) WHERE state = 0;
+CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, due_at)
+WHERE state = 0 AND gate IS NULL AND priority = 0;
+CREATE INDEX onefold_delivery_priority ON onefold_delivery (queue, priority, due_at)
+WHERE state = 0 AND gate IS NULL AND priority > 0;
+-- Who waits at a gate: in a crowd, or in a line.
+CREATE INDEX onefold_delivery_crowd ON onefold_delivery (queue, gate, priority, due_at)
+WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
+CREATE INDEX onefold_delivery_lined ON onefold_delivery (queue, gate) WHERE state = 0 AND place IS NOT NULL;
+-- Who is first in a line, and that only one of it runs, whatever a claim thinks.
+CREATE INDEX onefold_delivery_line ON onefold_delivery (gate, place) WHERE place IS NOT NULL;
+CREATE UNIQUE INDEX onefold_delivery_turn ON onefold_delivery (gate) WHERE place IS NOT NULL AND state = 1;
+-- Who has come through a gate and runs.
+CREATE INDEX onefold_delivery_inside ON onefold_delivery (gate) WHERE state = 1 AND gate IS NOT NULL;
 -- Leases that may have run out.
 CREATE INDEX onefold_delivery_lease ON onefold_delivery (lease_until) WHERE state = 1;
 -- The few that a worker died with, for those who run or judge them apart.
 CREATE INDEX onefold_delivery_crashed ON onefold_delivery (queue, due_at) WHERE crashes > 0;
+
+-- What is to be remembered of a gate while nobody waits there: tokens, and the last number that ended in a line.
+CREATE TABLE onefold_gate (
+    gate TEXT PRIMARY KEY,
+    tokens REAL,
+    at INTEGER,
+    last INTEGER,
+    expires_at INTEGER NOT NULL
+) WITHOUT ROWID;
+
+CREATE INDEX onefold_gate_expires ON onefold_gate (expires_at);
 
 CREATE TABLE onefold_outcome (
     seq INTEGER PRIMARY KEY,
