@@ -4,6 +4,7 @@ from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.batch import Batch, Item, SyncBatch
 from onefold.blocking import SyncContext
+from onefold.chain import Chain, Link
 from onefold.chronicle import Chronicle
 from onefold.context import Context
 from onefold.debounce import Debounced
@@ -64,6 +65,7 @@ __all__ = [
     "Batch",
     "Call",
     "CancelledMessageError",
+    "Chain",
     "Chronicle",
     "CommitUnknownError",
     "ConfigurationError",
@@ -83,6 +85,7 @@ __all__ = [
     "LeaseLostError",
     "LedgerEntry",
     "LimitError",
+    "Link",
     "NotHappened",
     "OnefoldError",
     "Progress",

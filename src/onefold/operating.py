@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from onefold import inspection, limits
+from onefold.chain import Chain, read_chain
 from onefold.clock import MICROSECONDS
 from onefold.errors import ConfigurationError
 from onefold.inspection import DeadLetter
@@ -107,6 +108,10 @@ class OperatorVerbs:
         within = limits.BEAT_SECONDS if task is None or task.beat_seconds is None else task.beat_seconds
         silent = await self.store.now() - found.beat_at
         return msgspec.structs.replace(found, stalled=silent > within * MICROSECONDS)
+
+    async def chain(self, message_id: str) -> Chain | None:
+        """Return what caused a message and what came of it, as a tree; None when there is no such message any more."""
+        return await read_chain(self.store, message_id)
 
     async def find(self, query: Query) -> list[Record]:
         """Return one page of messages with where they stand."""

@@ -36,6 +36,8 @@ class Record(msgspec.Struct, frozen=True):
     kept_until: int | None = None
     result: bytes | None = None
     failure: Failure | None = None
+    #: How many sends were duplicates of it by its key; counted when messages are found by their correlation id.
+    suppressed: int = 0
 
     def __repr__(self) -> str:
         # Without payload and result: what is printed or logged is no place for them.

@@ -10,6 +10,7 @@ from onefold import limits
 from onefold.announcing import DeadNotice
 from onefold.app import App
 from onefold.blocking import SyncContext
+from onefold.chain import Chain
 from onefold.chronicle import Chronicle
 from onefold.context import Context
 from onefold.effects import LedgerEntry
@@ -71,6 +72,10 @@ class SyncVerbs:
     def progress(self, message_id: str) -> Progress | None:
         """Return how far a message is, as its handler last said; see ``App.progress``."""
         return self._run(lambda: self.app.progress(message_id))
+
+    def chain(self, message_id: str) -> Chain | None:
+        """Return what caused a message and what came of it, as a tree; see ``App.chain``."""
+        return self._run(lambda: self.app.chain(message_id))
 
     def find(self, query: Query) -> list[Record]:
         """Return one page of messages with where they stand."""

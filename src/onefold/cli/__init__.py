@@ -12,6 +12,7 @@ from onefold.cli.checking import preflight
 from onefold.cli.console import AppOrUrl, Url, errors, find_app
 from onefold.cli.dead import cancel, dead
 from onefold.cli.effects import effects
+from onefold.cli.events import chain, events
 from onefold.cli.fleet import restored, workers
 from onefold.cli.runs import runs
 from onefold.cli.schedules import schedules
@@ -44,8 +45,10 @@ cli.command()(worker)
 cli.command()(workers)
 cli.command()(preflight)
 cli.command()(cancel)
+cli.command()(chain)
 cli.add_typer(runs, name="runs")
 cli.add_typer(effects, name="effects")
+cli.add_typer(events, name="events")
 cli.add_typer(dead, name="dead")
 cli.add_typer(schedules, name="schedules")
 

@@ -117,6 +117,7 @@ def record_of(row: tuple[Any, ...]) -> Record:
         kept_until,
         result,
         None if failure is None else _decode_failure(failure),
+        *row[24:25],
     )
 
 

@@ -683,6 +683,33 @@ WHERE o.state = 4 AND o.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.q
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
 ORDER BY o.id LIMIT %(limit)s
 
+-- name: find_correlated
+-- The first message of a chain has its own id as its correlation id, all others stand in the index.
+WITH found AS MATERIALIZED (
+    SELECT id FROM onefold.message
+    WHERE correlation_id = %(correlation_id)s::text AND correlation_id <> id::text AND id > %(after)s::uuid
+    UNION ALL
+    SELECT id FROM onefold.message
+    WHERE id = %(root)s::uuid AND id > %(after)s::uuid AND correlation_id = %(correlation_id)s::text
+)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until,
+    CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure,
+    coalesce((SELECT k.suppressed FROM onefold.key k
+        WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.message_id = m.id), 0)
+FROM found
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = found.id OFFSET 0) m
+LEFT JOIN LATERAL (SELECT * FROM onefold.delivery WHERE delivery.id = found.id OFFSET 0) d ON true
+LEFT JOIN LATERAL (SELECT * FROM onefold.outcome WHERE outcome.id = found.id OFFSET 0) o ON true
+WHERE coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state) = ANY (%(states)s::smallint[])
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+    AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+ORDER BY m.id LIMIT %(limit)s
+
 -- name: find_any
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,

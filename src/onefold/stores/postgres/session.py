@@ -325,6 +325,9 @@ class Session:
             statement = "find_worker"
         elif query.crashes:
             statement = "find_crashed"
+        elif query.correlation_id is not None:
+            statement = "find_correlated"
+            parameters["root"] = query.correlation_id if _ID.fullmatch(query.correlation_id) else None
         elif query.states == (State.DEAD,):
             statement = "find_dead"
         return [record_of(row) for row in await self.wire.rows(statement, parameters)]

@@ -27,6 +27,8 @@ def _rows(session: Session, query: Query) -> list[Row]:
         return session.rows("find_leased", query.worker, *given, states, query.crashes)
     if query.crashes:
         return session.rows("find_crashed", query.crashes, *given, states)
+    if query.correlation_id is not None:
+        return session.rows("find_correlated", *given, states, session.clock.now())
     if query.states == (State.DEAD,):
         return session.rows("find_dead", *given)
     return session.rows("find_any", *given, states, session.clock.now())

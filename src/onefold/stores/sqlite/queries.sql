@@ -326,6 +326,30 @@ WHERE d.crashes > 0 AND d.crashes >= ?1
     AND CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END IN (SELECT value FROM json_each(?7))
 ORDER BY m.id LIMIT ?6
 
+-- name: find_correlated
+-- The first message of a chain has its own id as its correlation id, all others stand in the index.
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers,
+    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
+    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure,
+    coalesce((SELECT k.suppressed FROM onefold_key k
+        WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.seq = m.seq), 0)
+FROM (
+    SELECT seq FROM onefold_message INDEXED BY onefold_message_correlation
+    WHERE correlation_id = ?4 AND correlation_id <> id
+    UNION ALL
+    SELECT seq FROM onefold_message WHERE id = ?4
+) found
+CROSS JOIN onefold_message m ON m.seq = found.seq
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
+WHERE m.id > ?1 AND m.correlation_id = ?4 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+        IN (SELECT value FROM json_each(?6))
+ORDER BY m.id LIMIT ?5
+
 -- name: find_any
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,

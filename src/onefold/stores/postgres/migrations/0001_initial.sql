@@ -31,6 +31,9 @@ CREATE TABLE onefold.message (
     headers bytea
 );
 
+-- What goes back to another message; the many that do not are found by their id, and cost nothing here.
+CREATE INDEX message_correlation ON onefold.message (correlation_id) WHERE correlation_id <> id::text;
+
 CREATE TABLE onefold.delivery (
     id uuid PRIMARY KEY,
     due_at bigint NOT NULL,

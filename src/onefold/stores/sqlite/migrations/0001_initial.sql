@@ -21,6 +21,9 @@ CREATE TABLE onefold_message (
     headers BLOB
 );
 
+-- What goes back to another message; the many that do not are found by their id, and cost nothing here.
+CREATE INDEX onefold_message_correlation ON onefold_message (correlation_id) WHERE correlation_id <> id;
+
 -- The highest number of a message that is gone: no number is given twice, so an old lease cannot meet a new message.
 CREATE TABLE onefold_sequence (
     last INTEGER NOT NULL
