@@ -34,6 +34,8 @@ class Mode(StrEnum):
     TRANSACTIONAL = "transactional"
     #: It records five steps, each durable before the next begins.
     WORKFLOW = "workflow"
+    #: It is a workflow that waits: for a signal, or for time.
+    PARKED = "parked"
     #: It raises for one message in twenty.
     POISON = "poison"
     #: It never returns.

@@ -8,14 +8,20 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from benchmarks.board import Tally
-from benchmarks.contender import KILLERS, POISON_EVERY, STEPS, Job, Mode, Ready
+from benchmarks.contender import KILLERS, POISON_EVERY, STEPS, Job, Mode, Ready, make_job
 from benchmarks.engines import insert_effect
 from onefold import App, Context, Run, Task
-from onefold.store import Done
+from onefold.codec import fingerprint_of_call
+from onefold.step import Step, StepKind
+from onefold.store import Done, Parked
 
 _QUEUE = "default"
 _CLAIM_LEASE = 60.0
+_PARKED_AT_ONCE = 1_000
+_LONG_SECONDS = 3_600.0
 
 Handler = Callable[..., Awaitable[None]]
 Count = Callable[[int, int], None]
@@ -61,10 +67,28 @@ class Onefold:
             await store.settle([(lease, Done(b"null")) for lease in leases])
         return taken
 
+    async def park(self, *, messages: int, seconds: float | None) -> None:
+        """Send runs and park them as their first stretch would: for a signal, or until so many seconds are over."""
+        store, types = self._app.store, self._app._registry.types()
+        name, fingerprint = ("go#1", b"") if seconds is None else ("sleep#1", fingerprint_of_call((seconds,), {}))
+        timer = Step(name, StepKind.TIMER, msgspec.json.encode(seconds), fingerprint)
+        awaits, parked = (1 if seconds is None else 0), 0
+        for start in range(0, messages, _PARKED_AT_ONCE):
+            jobs = [make_job(seq) for seq in range(start, min(start + _PARKED_AT_ONCE, messages))]
+            await self._app.send_many(self._task.call(*job, seconds) for job in jobs)
+            leases = await store.claim([_QUEUE], types=types, limit=len(jobs), lease=_CLAIM_LEASE, worker="bench")
+            # Nothing is due before all are parked.
+            await store.settle([(one, Parked(_LONG_SECONDS, one.wake, awaits, steps=(timer,))) for one in leases])
+            parked += len(leases)
+        if parked != messages:
+            raise RuntimeError(f"{parked} of {messages} runs were parked")
+
 
 def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, Any]]:
     """Declare the one handler in use, so that claims ask for one type; a sender needs its signature only."""
     app = App(url)
+    if mode is Mode.PARKED:
+        return app, app.workflow(key="{seq}")(_sleeper(count or _not_here))
     if mode is Mode.WORKFLOW:
         return app, app.workflow(key="{seq}")(_workflow(count or _not_here))
     return app, app.task(key="{seq}")(_handler(mode, count or _not_here, insert_effect(url)))
@@ -85,6 +109,17 @@ def _workflow(count: Count) -> Callable[..., Awaitable[int]]:
         return seq
 
     return five
+
+
+def _sleeper(count: Count) -> Callable[..., Awaitable[None]]:
+    async def sleeper(run: Run, seq: int, t0: int, to: str, template: str, seconds: float | None) -> None:
+        if seconds is None:
+            await run.signal("go")
+        else:
+            await run.sleep(seconds)
+        count(seq, t0)
+
+    return sleeper
 
 
 def _handler(mode: Mode, count: Count, insert: str) -> Handler:

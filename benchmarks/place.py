@@ -34,6 +34,8 @@ class Scale:
     idle_seconds: float
     kept_messages: int
     foreign_seconds: float
+    parked_runs: int
+    sleeping_runs: int
 
 
 FULL = Scale(
@@ -44,6 +46,8 @@ FULL = Scale(
     idle_seconds=15.0,
     kept_messages=5_000_000,
     foreign_seconds=300.0,
+    parked_runs=10_000,
+    sleeping_runs=100_000,
 )
 QUICK = Scale(
     rounds=1,
@@ -53,6 +57,8 @@ QUICK = Scale(
     idle_seconds=5.0,
     kept_messages=200_000,
     foreign_seconds=20.0,
+    parked_runs=2_000,
+    sleeping_runs=5_000,
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.contenders import OURS, RAW
-from benchmarks.measures import claiming, draining, killing, latency, resources, sending
+from benchmarks.measures import claiming, draining, killing, latency, resources, sending, waiting
 from benchmarks.measures.latency import P95
 from benchmarks.measures.resources import STATEMENTS
 from benchmarks.peers import PEERS
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def code(self) -> str:
-        """The bar it belongs to: S1 to S13."""
+        """The bar it belongs to: S1 to S13, or R1 and R2 for runs that wait."""
         return self.row.partition(" ")[0]
 
     def taking_part(self, store: str, peers: set[str]) -> list[str]:
@@ -104,4 +104,14 @@ WORKLOADS = (
         rounds_max=1,
     ),
     Workload(resources.memory, _ALONE, (Row("S13", "memory, 10,000 running", "MB"),), rounds_max=1),
+    Workload(
+        waiting.parked,
+        _ALONE,
+        (
+            Row("R1", "idle worker, 10,000 runs parked", "% of a core"),
+            Row(waiting.STATEMENTS, "idle worker, 10,000 runs parked", "statements/s"),
+        ),
+        rounds_max=1,
+    ),
+    Workload(waiting.sleeping, _ALONE, (Row("R2", "start of 100,000 runs due at once"),), rounds_max=1),
 )

@@ -41,7 +41,7 @@ async def with_steps(place: Place) -> Figures:
 async def with_poison(place: Place) -> Figures:
     """Drain twice: with messages that fail among the others, whose speed is measured, and without."""
     healthy = await _fitting(place, 1, Mode.PLAIN)
-    poisoned = await _drain(place, 1, Mode.POISON, place.known[place.row, place.contender])
+    poisoned = await drain(place, 1, Mode.POISON, place.known[place.row, place.contender])
     return {place.row: {place.contender: [poisoned], HEALTHY: [healthy]}}
 
 
@@ -53,11 +53,11 @@ async def _fitting(place: Place, workers: int, mode: Mode) -> float:
     which = (place.row, place.contender)
     pilot = _PILOT_MESSAGES.get(mode, _PILOT_MESSAGES_PLAIN)
     if which not in place.known:
-        rate = await _drain(place, workers, mode, pilot)
+        rate = await drain(place, workers, mode, pilot)
         place.known[which] = _fill_time(place, rate, pilot)
         if not place.scale.drain_seconds:
             return rate
-    rate = await _drain(place, workers, mode, place.known[which])
+    rate = await drain(place, workers, mode, place.known[which])
     place.known[which] = _fill_time(place, rate, pilot)
     return rate
 
@@ -66,7 +66,7 @@ def _fill_time(place: Place, rate: float, least: int) -> int:
     return max(least, round(rate * place.scale.drain_seconds / _STEP) * _STEP)
 
 
-async def _drain(place: Place, workers: int, mode: Mode, messages: int) -> float:
+async def drain(place: Place, workers: int, mode: Mode, messages: int) -> float:
     poisoned = -(-messages // POISON_EVERY) if mode is Mode.POISON else 0
     healthy = messages - poisoned
     async with place.sender(mode) as (sender, url):

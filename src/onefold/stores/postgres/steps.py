@@ -195,10 +195,13 @@ class Steps:
 
     # reading
 
-    async def read(self, message_id: str) -> list[Step]:
-        """Return a journal in the order in which it was written."""
-        rows = await self._wire.rows("steps", {"id": message_id}) if _is_id(message_id) else []
-        return await self._whole(message_id, [lines.step_of(row) for row in rows])
+    async def read(self, message_ids: Sequence[str]) -> list[list[Step]]:
+        """Return journals, each in the order in which it was written."""
+        found: dict[str, list[Step]] = {message_id: [] for message_id in message_ids}
+        for row in await self._wire.rows("steps", {"ids": ids([one for one in found if _is_id(one)])}):
+            found[row[0]].append(lines.step_of(row[1:]))
+        whole = {message_id: await self._whole(message_id, steps) for message_id, steps in found.items()}
+        return [whole[message_id] for message_id in message_ids]
 
     async def _whole(self, message_id: str, steps: list[Step]) -> list[Step]:
         """Put the values of large lines together."""

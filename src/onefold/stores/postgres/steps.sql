@@ -185,7 +185,9 @@ CROSS JOIN LATERAL (SELECT id, headers FROM onefold.message WHERE message.id = o
 WHERE o.id = ANY (%(ids)s::uuid[]) AND m.headers IS NOT NULL
 
 -- name: steps
-SELECT name, kind::bigint, value, fingerprint, at, seq FROM onefold.step WHERE message_id = %(id)s::uuid ORDER BY seq
+-- Several journals at once; one without lines has no rows.
+SELECT message_id::text, name, kind::bigint, value, fingerprint, at, seq
+FROM onefold.step WHERE message_id = ANY (%(ids)s::uuid[]) ORDER BY message_id, seq
 
 -- name: parts
 SELECT name, data FROM onefold.blob WHERE message_id = %(id)s::uuid ORDER BY name, part

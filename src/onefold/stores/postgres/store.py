@@ -62,6 +62,8 @@ from onefold.stores.steps import is_large, or_lost
 
 #: Messages that share a statement and a commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
+#: Journals that are read together; each may be large.
+_JOURNALS_MAX = 100
 #: Enough that no two calls of claim that are remembered are known by the same number.
 _CALL_BITS = 62
 
@@ -118,6 +120,7 @@ class PostgresStore:
         self._contests: Coalescer[Envelope, Stored] = Coalescer(self._flush_contests, most=_TOGETHER_MAX)
         self._settles: Coalescer[Settlement, bool] = Coalescer(self._flush_settles, most=_TOGETHER_MAX)
         self._records: Coalescer[Recording, list[Step] | None] = Coalescer(self._flush_records, most=_TOGETHER_MAX)
+        self._journals: Coalescer[str, list[Step]] = Coalescer(self._flush_journals, most=_JOURNALS_MAX)
         self._home = Home()
         self._opened = True
         try:
@@ -136,7 +139,7 @@ class PostgresStore:
         if not self._opened or self._home.abroad:
             return
         self._opened = False
-        for coalescer in (self._puts, self._contests, self._settles, self._records):
+        for coalescer in (self._puts, self._contests, self._settles, self._records, self._journals):
             await coalescer.close()
         await self._bell.close()
         await self._pool.close()
@@ -274,7 +277,11 @@ class PostgresStore:
         return await self._use("record").run(work)
 
     async def steps(self, message_id: str) -> list[Step]:
-        return await self._use("record").run(lambda wire, _: self._session(wire).journals.read(message_id))
+        self._use("record")
+        return (await self._journals.add([message_id]))[0]
+
+    async def _flush_journals(self, message_ids: list[str]) -> list[list[Step]]:
+        return await self._use("record").run(lambda wire, _: self._session(wire).journals.read(message_ids))
 
     async def claim(
         self,
