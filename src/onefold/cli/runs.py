@@ -111,7 +111,7 @@ def show(
     if as_json:
         print_json({"run": found, "waits_for": waits})
         return
-    output.print(draw(found, now, everything=everything), soft_wrap=True)
+    output.print(draw(found, now, everything=everything))
     for one in waits:
         output.print(f"waits for {one}", style="yellow", markup=False, soft_wrap=True)
 
