@@ -162,14 +162,14 @@ class Steps:
     async def rewind(self, message_id: str, name: str, act: Act) -> list[Step]:
         """Forget a step and what came after it, and schedule the message; a dead one is left as it is."""
         given = {"id": message_id, "now": self._now}
-        if not lines.later_than(await self.read(message_id), name):
+        if not lines.later_than((await self.read([message_id]))[0], name):
             return []
         released = await self._wire.rows("rewind", given)
         if not released and not await self._wire.rows("rewind_dead", {"id": message_id}):
             return []
         self._woken.update(queue for (queue,) in released)
         # Read again: until the fence rose its owner may have gone on.
-        steps = await self.read(message_id)
+        steps = (await self.read([message_id]))[0]
         forgotten = lines.later_than(steps, name)
         await self._wire.rows("rewind_steps", {"id": message_id, "seqs": bigints([step.seq for step in forgotten])})
         names = texts([lines.blob_name(step) for step in forgotten])
