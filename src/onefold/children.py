@@ -12,7 +12,7 @@ from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
 from onefold.errors import CancelledMessageError, DeadError, KeyReuseError
 from onefold.journal import Sent, decode_ended, encode
-from onefold.step import Step, StepKind
+from onefold.step import Step, StepKind, answer_line
 from onefold.store import Ended, Query, State
 from onefold.stretch import Raised, Stretch, Wait
 from onefold.task import Call
@@ -73,6 +73,9 @@ class Children:
         waited = max(now - line.at for line in sent if line is not None)
         return now + max(round(limits.FOREIGN_CHILD_SECONDS * MICROSECONDS), waited // 10)
 
+    def _answer_line(self, child: Child[Any]) -> str:
+        return answer_line(child.name, self._journal.restarts)
+
     def _sent(self, child: Child[Any]) -> Sent | None:
         with self._stretch.fatal:
             return self._journal.sent(child.name, child.call.fingerprint)
@@ -83,7 +86,9 @@ class Children:
         for child in children:
             self._stretch.begin(child.name)
             envelope, _ = self._stretch.prepare(child.name, child.call)
-            envelope = msgspec.structs.replace(envelope, reply_to=f"{self._stretch.lease.id}/{child.name}")
+            envelope = msgspec.structs.replace(
+                envelope, reply_to=f"{self._stretch.lease.id}/{self._answer_line(child)}"
+            )
             if child.call.key is not None or envelope.deduplication_key is not None:
                 keyed.append((child, envelope))
                 continue
@@ -112,7 +117,9 @@ class Children:
             for one in found
             if one.state.ended
         }
-        lines = [Step(child.name, StepKind.CHILD, encode(ended[id_])) for id_, child in foreign if id_ in ended]
+        lines = [
+            Step(self._answer_line(child), StepKind.CHILD, encode(ended[id_])) for id_, child in foreign if id_ in ended
+        ]
         if lines:
             await self._stretch.record(lines)
 

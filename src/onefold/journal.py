@@ -19,7 +19,7 @@ from onefold.clock import MICROSECONDS
 from onefold.codec import ResultCodec
 from onefold.envelope import Envelope
 from onefold.errors import LimitError, ReplayError
-from onefold.step import Note, Step, StepKind, child_line
+from onefold.step import Note, Step, StepKind, asked_name
 from onefold.store import Ended, Failure, Lease, Store
 
 logger = logging.getLogger("onefold")
@@ -68,6 +68,8 @@ class Journal:
         #: Names the code has not asked for yet, by the branch they lie in, in the order they were recorded.
         self._unasked: dict[str, dict[str, None]] = {}
         self._mailbox: dict[str, list[Step]] = {}
+        #: What children told of their ends, by the names under which they were sent.
+        self._ends: dict[str, list[Ended]] = {}
         self._taken: set[str] = set()
         self._ordinals: Counter[str] = Counter()
         #: What the code asked for last, by branch.
@@ -87,7 +89,7 @@ class Journal:
         if step.kind is StepKind.SIGNAL:
             self._mailbox.setdefault(step.name.partition("/")[0], []).append(step)
             return
-        self._lines[step.name, step.kind] = step
+        self._keep(step)
         if step.kind is StepKind.RESTART:
             self.restarts += 1
         elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
@@ -155,7 +157,12 @@ class Journal:
     def add(self, steps: Iterable[Step]) -> None:
         """Take in what was recorded."""
         for step in steps:
-            self._lines[step.name, step.kind] = step
+            self._keep(step)
+
+    def _keep(self, step: Step) -> None:
+        self._lines[step.name, step.kind] = step
+        if step.kind is StepKind.CHILD:
+            self._ends.setdefault(asked_name(step.name), []).append(decode_ended(step.value))
 
     def take_pending(self) -> list[Step]:
         """Hand over what is to be written with the next record."""
@@ -181,11 +188,13 @@ class Journal:
         return None if step is None else decode_sent(step.value)
 
     def ended(self, name: str) -> Ended | None:
-        """Return how a child ended, the last time it did."""
-        number, found = 0, None
-        while (step := self._lines.get((child_line(name, number), StepKind.CHILD))) is not None:
-            number, found = number + 1, decode_ended(step.value)
-        return found
+        """Return how the child that was sent under this name ended, the last time it did."""
+        sent = self._lines.get((name, StepKind.SENT))
+        if sent is None:
+            return None
+        child = decode_sent(sent.value).id
+        # One that was sent before a restart may still report, and speaks for nobody.
+        return next((end for end in reversed(self._ends.get(name, ())) if end.id == child), None)
 
     def take_signal(self, name: str, signal: str) -> Step | None:
         """Return the signal this wait was given, or the oldest that none was; None when there is none."""

@@ -15,7 +15,7 @@ from onefold.chronicle import Chronicle, Entry, Kind, Letter, Standing, Try, mak
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.effects import LedgerEntry, entries
 from onefold.journal import branch_of, decode_ended, decode_failure, decode_retried, decode_sent, decode_text, due_at
-from onefold.step import Step, StepKind
+from onefold.step import Step, StepKind, asked_name
 from onefold.store import Attempt, Failure, Record, State
 
 _EFFECTS = (StepKind.INTENT, StepKind.EFFECT, StepKind.VOID)
@@ -212,7 +212,7 @@ class _Scribe:
         failure: Failure | None = None
         if sent.role == "child":
             end = None if ended is None else decode_ended(ended.value)
-            if end is None:
+            if end is None or end.id != sent.id:
                 state = "left" if self._over else "waiting"
             elif end.state is not State.DONE:
                 state, failure = "failed", end.failure
@@ -237,7 +237,7 @@ def _owner(step: Step) -> str | None:
         return branch_of(step.name)[:-1] or None
     if step.kind is StepKind.RETRY:
         return step.name.rpartition("!")[0]
-    return step.name.partition("@")[0] if step.kind is StepKind.CHILD else step.name
+    return asked_name(step.name) if step.kind is StepKind.CHILD else step.name
 
 
 def _effect(effect: LedgerEntry, ended: int | None) -> Entry:

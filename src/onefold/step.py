@@ -67,6 +67,16 @@ class Note(msgspec.Struct, frozen=True, gc=False):
     step: Step
 
 
+def answer_line(name: str, restarts: int) -> str:
+    """Name the line in which a child is to report: after a restart it is not that of the child sent before."""
+    return f"{name}@r{restarts}" if restarts else name
+
+
+def asked_name(line: str) -> str:
+    """Return the name under which the child was sent that reports in this line."""
+    return line.partition("@")[0]
+
+
 def child_line(name: str, replay_count: int) -> str:
     """Name the line in which a child reports to its parent: one that was redriven has a second end to tell."""
     return f"{name}@{replay_count}" if replay_count else name

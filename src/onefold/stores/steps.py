@@ -12,7 +12,7 @@ import msgspec
 
 from onefold import limits
 from onefold.errors import LeaseLostError, LimitError
-from onefold.step import OUTSIDE, Note, Step, StepKind, child_line
+from onefold.step import OUTSIDE, Note, Step, StepKind, asked_name, child_line
 from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Parked, State
 
 _encode = msgspec.json.Encoder().encode
@@ -84,7 +84,7 @@ def later_than(steps: Sequence[Step], name: str) -> list[Step]:
     kept = (StepKind.SIGNAL, StepKind.CHILD, StepKind.RESTART)
     forgotten = [step for step in steps if step.seq >= min(own) and step.kind not in kept]
     sent = {step.name for step in forgotten if step.kind is StepKind.SENT}
-    ended = (step for step in steps if step.kind is StepKind.CHILD and step.name.partition("@")[0] in sent)
+    ended = (step for step in steps if step.kind is StepKind.CHILD and asked_name(step.name) in sent)
     return [*forgotten, *ended]
 
 

@@ -18,7 +18,7 @@ import msgspec
 from onefold.store import State
 
 Event = Literal["invoke", "ok", "fail", "unknown", "claim"]
-Kind = Literal["lost", "duplicated", "phantom", "stale", "torn", "stuck"]
+Kind = Literal["lost", "duplicated", "phantom", "stale", "torn", "stuck", "gap", "wrong"]
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,6 +102,8 @@ class Final:
     state: State
     #: Whether its success must have left an effect under its key.
     has_effect: bool = True
+    #: It is parked for something that will not come, and rightly so.
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def check(journal: Journal, effects: Sequence[Effect], finals: Iterable[Final]) 
         *_lost(entries, effects, by_id),
         *_duplicated(effects, by_id),
         *_phantom(entries, effects, by_id),
-        *_stale(entries, effects),
+        *stale(entries, effects),
         *_torn(effects, by_id),
         *_stuck(by_id),
     ]
@@ -196,7 +198,7 @@ def _phantom(entries: Sequence[Entry], effects: Sequence[Effect], finals: dict[s
             yield Violation("phantom", final.key, (final.message_id,), "there is a message, and nobody asked for it")
 
 
-def _stale(entries: Sequence[Entry], effects: Sequence[Effect]) -> Iterable[Violation]:
+def stale(entries: Sequence[Entry], effects: Sequence[Effect]) -> Iterable[Violation]:
     """An effect of somebody who had already been replaced."""
     committed: dict[str, int] = {}
     for effect in effects:
@@ -221,6 +223,6 @@ def _torn(effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Viola
 def _stuck(finals: dict[str, Final]) -> Iterable[Violation]:
     """Not ended although everybody had all the time they needed."""
     for final in finals.values():
-        if not final.state.ended:
+        if not final.state.ended and not final.waits:
             problem = f"it is still {final.state.name.lower()} after everything has calmed down"
             yield Violation("stuck", final.key, (final.message_id,), problem)

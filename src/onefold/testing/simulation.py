@@ -24,8 +24,9 @@ from pathlib import Path
 from onefold.app import App
 from onefold.stores.sqlite import SQLiteStore
 from onefold.testing.clock import FakeClock
+from onefold.testing.journeys import Journeys, declare_journeys
 from onefold.testing.loop import SimulatedClock, SimulatedLoop
-from onefold.testing.workload import TABLES, declare
+from onefold.testing.workload import Tasks, Workload, declare
 from onefold.testing.world import BOOT, Result, World
 
 __all__ = ["Result", "SimulatedClock", "SimulatedLoop", "Simulation", "World", "main"]
@@ -35,21 +36,25 @@ _FAST_DIRECTORY = "/dev/shm"
 
 
 class Simulation:
-    """Runs seeds, each on its own copy of one migrated database; use it as a context manager."""
+    """Runs seeds, each on its own copy of one migrated database; use it as a context manager.
 
-    def __init__(self) -> None:
+    With ``runs`` the worlds are full of workflows: see ``onefold.testing.journeys``.
+    """
+
+    def __init__(self, *, runs: bool = False) -> None:
         parent = _FAST_DIRECTORY if Path(_FAST_DIRECTORY).is_dir() else None
         self._directory = Path(tempfile.mkdtemp(prefix="onefold-simulation-", dir=parent))
         self._template = self._directory / "template.db"
         self._declared = App()
-        self._tasks = declare(self._declared)
+        self._workload: type[Workload] = Journeys if runs else Workload
+        self._tasks: Tasks = declare_journeys(self._declared) if runs else declare(self._declared)
         asyncio.run(self._migrate())
 
     async def _migrate(self) -> None:
         store = SQLiteStore(str(self._template), clock=FakeClock(), synchronous="OFF", inline=True, boot=BOOT)
         await store.open()
         async with store.transaction() as transaction:
-            for statement in TABLES:
+            for statement in self._workload.tables:
                 await transaction.execute(statement)
         await store.close()
 
@@ -67,7 +72,7 @@ class Simulation:
         shutil.copyfile(self._template, file)
         level, logging.getLogger("onefold").level = logging.getLogger("onefold").level, logging.CRITICAL
         try:
-            return World(seed, file, self._declared, self._tasks).run()
+            return World(seed, file, self._declared, self._tasks, self._workload).run()
         finally:
             logging.getLogger("onefold").level = level
 
@@ -78,9 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="replay this one and print its history")
+    parser.add_argument("--runs", action="store_true", help="worlds of workflows")
     given = parser.parse_args(arguments)
     failed = 0
-    with Simulation() as simulation:
+    with Simulation(runs=given.runs) as simulation:
         if given.seed is not None:
             result = simulation.run(given.seed)
             print(*result.history, sep="\n")

@@ -8,31 +8,28 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
+import apsw
+
 from onefold.app import App
 from onefold.context import Context
+from onefold.envelope import Envelope
 from onefold.errors import Reject, Retry, Snooze, StoreUnavailableError
 from onefold.inspection import DeadLetter
 from onefold.retry import RetryPolicy
-from onefold.store import Query, Record
+from onefold.store import Query, Record, State
 from onefold.task import Task
-from onefold.testing.checker import Journal
+from onefold.testing.checker import Effect, Final, Journal, Violation
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-
-#: The world's own tables: what handlers do, and what producers write together with what they send.
-TABLES = (
-    "CREATE TABLE effect (number INTEGER PRIMARY KEY, key TEXT, message TEXT, fence INTEGER, position INTEGER)",
-    "CREATE TABLE orders (key TEXT PRIMARY KEY)",
-)
 
 #: Which tasks send a message of which other task when they succeed.
 CHILDREN = {"relay": "child", "relay-now": "child", "parent": "derived"}
 #: Tasks that leave nothing behind but what they send.
 WITHOUT_EFFECT = ("relay", "relay-now")
 
-_KINDS = ("write", "order", "relay", "relay-now", "parent")
 #: How often the handler of one message may misbehave, so that every world comes to an end.
 _MISDEEDS_MAX = 3
 
@@ -57,20 +54,23 @@ class _AbandonedError(Exception):
 Tasks = dict[str, Task[[str], str]]
 
 
-def key_of(record: Record) -> str:
-    """Name the work of a message as journal and effects do."""
-    return f"{record.envelope.message_type}:{record.envelope.subject}"
-
-
 class Workload:
-    """Everything that is to be done in one world."""
+    """Everything that is to be done in one world, and what must have come of it."""
+
+    #: The world's own tables: what handlers do, and what producers write together with what they send.
+    tables = (
+        "CREATE TABLE effect (number INTEGER PRIMARY KEY, key TEXT, message TEXT, fence INTEGER, position INTEGER)",
+        "CREATE TABLE orders (key TEXT PRIMARY KEY)",
+    )
+    #: The tasks that producers send.
+    kinds: tuple[str, ...] = ("write", "order", "relay", "relay-now", "parent")
 
     def __init__(self, world: Surroundings) -> None:
         self._world = world
         chance = world.chance
         self.todo = [
             (kind, f"k{number}")
-            for number, kind in enumerate(chance.choices(_KINDS, k=chance.randint(2, 4)))
+            for number, kind in enumerate(chance.choices(self.kinds, k=chance.randint(2, 4)))
             for _ in range(chance.randint(1, 3))
         ]
         #: Messages an operator tried to take back or discard: they may be gone.
@@ -81,7 +81,7 @@ class Workload:
 
     async def before_effect(self, ctx: Context) -> None:
         """Do what handlers do before they write: work, wait, fail."""
-        roll = self._roll(ctx)
+        roll = self._roll(ctx.message)
         chance, clock = self._world.chance, self._clock
         if roll == "fail":
             raise ValueError("the handler fails")
@@ -108,7 +108,7 @@ class Workload:
             "INSERT INTO effect (key, message, fence, position) VALUES (?, ?, ?, ?)",
             name, ctx.message.id, ctx.fence, position,
         )  # fmt: skip
-        roll = self._roll(ctx)
+        roll = self._roll(ctx.message)
         if roll == "fail":
             raise ValueError("the handler fails after its write")
         if roll == "short":
@@ -116,13 +116,13 @@ class Workload:
         elif roll == "long" and self._world.chance.random() < 0.1:
             await self._clock.sleep(2.5)  # longer than a handler's transaction may stay open
 
-    def _roll(self, ctx: Context) -> str:
+    def _roll(self, message: Envelope) -> str:
         roll = self._world.chance.choice(["fail", "retry", "snooze", "reject", "long", "short", "check", *[""] * 5])
-        if self._world.calm or self._misdeeds[ctx.message.id] >= _MISDEEDS_MAX:
+        if self._world.calm or self._misdeeds[message.id] >= _MISDEEDS_MAX:
             return ""
-        self._misdeeds[ctx.message.id] += bool(roll)
+        self._misdeeds[message.id] += bool(roll)
         if roll:
-            self._world.log(None, f"handler of {ctx.message.message_type}:{ctx.message.subject}: {roll}")
+            self._world.log(None, f"handler of {message.message_type}:{message.subject}: {roll}")
         return roll
 
     @property
@@ -185,7 +185,8 @@ class Workload:
         if letters and roll < 0.7:
             letter = chance.choice(letters)
             if roll < 0.1:
-                self.given_up[letter.id] = f"{letter.message.message_type}:{letter.message.subject}"
+                (record,) = await app.find(Query(ids=(letter.id,)))
+                self.given_up[letter.id] = self.key_of(record)
                 done = await letter.discard(actor="simulation", reason="chance")
             else:
                 done = await letter.redrive(actor="simulation", reason="chance")
@@ -193,9 +194,48 @@ class Workload:
         elif roll > 0.8 and (records := await app.find(Query())):
             record = chance.choice(records)
             if not record.state.ended:
-                self.given_up[record.envelope.id] = key_of(record)
+                self.given_up[record.envelope.id] = self.key_of(record)
                 done = await app.cancel(record.envelope.id, actor="simulation", reason="chance")
                 self._world.log(process, f"cancel {record.envelope.id} {done}")
+
+    # what must have come of it
+
+    def key_of(self, record: Record) -> str:
+        """Name the work of a message as journal and effects do."""
+        return f"{record.envelope.message_type}:{record.envelope.subject}"
+
+    async def calm_down(self, app: App) -> None:
+        """Do what is left to be done, now that the faults have ceased."""
+
+    def is_over(self, record: Record) -> bool:
+        """Whether nothing more is to be expected of a message."""
+        return record.state.ended
+
+    def effects(self, connection: apsw.Connection) -> list[Effect]:
+        """Read what handlers did."""
+        return [Effect(*row) for row in connection.execute("SELECT key, message, fence, position FROM effect")]
+
+    def final(self, record: Record) -> Final:
+        """Say where a message stands."""
+        has_effect = record.envelope.message_type not in WITHOUT_EFFECT
+        return Final(record.envelope.id, self.key_of(record), record.state, has_effect)
+
+    def look(self, connection: apsw.Connection, records: Sequence[Record]) -> list[Violation]:
+        """Note what was asked for besides what producers asked for, and return what only this workload can see."""
+        journal = self._world.journal
+        orders = {f"order:{key}" for (key,) in connection.execute("SELECT key FROM orders")}
+        for record in records:
+            # What a handler sent is accepted when the handler's message is done, and not a moment earlier.
+            if record.state is State.DONE and (child := CHILDREN.get(record.envelope.message_type)):
+                journal.invoke(self.key_of(record), f"{child}:{record.envelope.subject}")
+                journal.ok(self.key_of(record), f"{child}:{record.envelope.subject}")
+        for key in sorted(orders):
+            journal.ok("the order's row", key)
+        alone = [(self.key_of(record), record.envelope.id) for record in records]
+        problem = "it was sent in a transaction whose row is missing"
+        return [
+            Violation("torn", key, (id_,), problem) for key, id_ in alone if key[:6] == "order:" and key not in orders
+        ]
 
 
 def declare(app: App) -> Tasks:

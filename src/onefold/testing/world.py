@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,15 @@ import apsw
 from onefold.app import App
 from onefold.clock import MICROSECONDS
 from onefold.errors import OnefoldError, StoreUnavailableError
-from onefold.gate import NO_GATINGS, Gating
-from onefold.store import Fenced, Lane, Lease, Query, Record, State
-from onefold.stores.sqlite import SQLiteStore
-from onefold.stores.sqlite.connection import Patience
+from onefold.store import Query, Record, State
 from onefold.stores.sqlite.finding import find
 from onefold.stores.sqlite.session import Session
-from onefold.testing.checker import Effect, Final, Journal, Report, Violation, check
+from onefold.testing.checker import Final, Journal, Report, Violation, check
 from onefold.testing.clock import FakeClock
-from onefold.testing.faults import Fault, FaultyStore
+from onefold.testing.faults import Fault
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-from onefold.testing.workload import CHILDREN, WITHOUT_EFFECT, Tasks, Workload, key_of
+from onefold.testing.mortal import Crashed, MortalStore, SimulatedStore
+from onefold.testing.workload import Tasks, Workload
 
 #: All pretended processes run on one machine, which is never started again.
 BOOT = "simulated"
@@ -40,10 +37,6 @@ ACTIVE_SECONDS = 12.0
 _DRAIN_ROUNDS, _DRAIN_SECONDS = 60, 30.0
 #: The clock that drains is ahead of the most wrong clock there was.
 _DRAIN_SKEW = 86_400 * MICROSECONDS
-
-
-class Crashed(BaseException):
-    """The process is dead; whatever catches this is cleanup, and its store refuses every call."""
 
 
 @dataclass(slots=True)
@@ -80,97 +73,10 @@ class Result:
         return f"seed {self.seed}:\n{self.report}\nreplay with: python -m onefold.testing.simulation --seed {self.seed}"
 
 
-class _MortalStore(SQLiteStore):
-    """A store that knows its connections, so that they can be cut."""
-
-    def _connect(self, patience: Patience) -> apsw.Connection:
-        connection = super()._connect(patience)
-        self.connections.append(connection)
-        return connection
-
-    @cached_property
-    def connections(self) -> list[apsw.Connection]:
-        return []
-
-
-class SimulatedStore(FaultyStore):
-    """The store of one pretended process; dies with it."""
-
-    def __init__(self, inner: _MortalStore, world: World, process: Process, clock: SimulatedClock) -> None:
-        super().__init__(inner, clock=clock)
-        self._sqlite = inner
-        self._world = world
-        self._process = process
-        self._answer: set[tuple[str, int]] = set()
-        #: Leases that were given to this process and that it never heard of.
-        self.unaware: set[tuple[str, int]] = set()
-
-    async def before(self, verb: str) -> Fault | None:
-        if self._process.dead:
-            raise Crashed
-        self._world.log(self._process, verb)
-        return await self._world.trouble(self, self._process, verb)
-
-    def after(self, verb: str, fault: Fault | None) -> None:
-        if fault is None:
-            return
-        self._world.log(self._process, f"{verb}: {fault.kind}")
-        if verb == "claim":
-            self.unaware |= self._answer
-        if fault.kind == "kill after":
-            self.die()
-        raise StoreUnavailableError(f"the answer to {verb} was lost")
-
-    async def claim(
-        self,
-        queues: Sequence[str],
-        *,
-        types: Sequence[str],
-        limit: int,
-        lease: float,
-        worker: str,
-        lane: Lane = Lane.ANY,
-        gatings: Mapping[str, Gating] = NO_GATINGS,
-        at_once: int | None = None,
-    ) -> list[Lease]:
-        async def claim() -> list[Lease]:
-            leases = await self._sqlite.claim(
-                queues,
-                types=types,
-                limit=limit,
-                lease=lease,
-                worker=worker,
-                lane=lane,
-                gatings=gatings,
-                at_once=at_once,
-            )
-            self._answer = {(one.id, one.fence) for one in leases}
-            for one in leases:
-                self._world.journal.claim(worker, one.id, one.fence)
-                self._world.log(self._process, f"has {one.id} fence {one.fence}")
-            return leases
-
-        return await self.call("claim", claim)
-
-    async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
-        return await self.call("extend", lambda: self._sqlite.extend(leases, lease=lease, starting=starting))
-
-    def die(self) -> None:
-        """Kill the process: its open transaction is rolled back and nothing in it runs any more."""
-        self.break_off()
-        self._world.bury(self._process)
-        raise Crashed
-
-    def break_off(self) -> None:
-        """Close the file without a goodbye, as the kernel does for a killed process."""
-        for connection in self._sqlite.connections:
-            connection.close(True)
-
-
 class World:
     """One seed's world, from its first send to its last check."""
 
-    def __init__(self, seed: int, file: Path, declared: App, tasks: Tasks) -> None:
+    def __init__(self, seed: int, file: Path, declared: App, tasks: Tasks, workload: type[Workload]) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.loop = SimulatedLoop(random.Random(self.chance.getrandbits(64)))
@@ -179,7 +85,7 @@ class World:
         self.calm = False
         self.rates = Rates.draw(self.chance)
         self.lease = self.chance.choice([1.0, 2.0, 5.0])
-        self.work = Workload(self)
+        self.work = workload(self)
         self._file = file
         self._declared = declared
         self._tasks = tasks
@@ -265,7 +171,7 @@ class World:
     def app(self, process: Process) -> App:
         """Make the app of one process, with a connection and a clock of its own."""
         clock = SimulatedClock(self.loop, process)
-        inner = _MortalStore(str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT)
+        inner = MortalStore(str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT)
         store = SimulatedStore(inner, self, process, clock)
         self._stores.append(store)
         app = App(store=store, clock=clock, chance=random.Random(self.chance.getrandbits(64)))
@@ -337,7 +243,7 @@ class World:
             known = (record.envelope.id, record.fence) not in unaware
             if record.state is State.LEASED and record.worker in self._apps and known and not left:
                 problem = f"{record.worker} stopped and still holds it"
-                self._problems.append(Violation("stuck", key_of(record), (record.envelope.id,), problem))
+                self._problems.append(Violation("stuck", self.work.key_of(record), (record.envelope.id,), problem))
 
     async def _drain(self) -> None:
         process = Process("drain-0")
@@ -346,8 +252,9 @@ class World:
         async def life() -> None:
             async with self.app(process) as app:
                 for _ in range(_DRAIN_ROUNDS):
+                    await self.work.calm_down(app)
                     await app.work(name=process.name, until_idle=True)
-                    if all(record.state.ended for record in self.records()):
+                    if all(self.work.is_over(record) for record in self.records()):
                         return
                     await SimulatedClock(self.loop, process).sleep(_DRAIN_SECONDS)
 
@@ -366,33 +273,13 @@ class World:
     def check(self) -> Report:
         """Hand everything to the checker."""
         records = self.records()
-        self._note_children(records)
         connection = apsw.Connection(str(self._file))
-        effects = [Effect(*row) for row in connection.execute("SELECT key, message, fence, position FROM effect")]
-        orders = {f"order:{row[0]}" for row in connection.execute("SELECT key FROM orders")}
+        effects = self.work.effects(connection)
+        problems = self.work.look(connection, records)
         connection.close()
-        for key in sorted(orders):
-            self.journal.ok("the order's row", key)
-        finals = [_final(record) for record in records]
+        finals = [self.work.final(record) for record in records]
         known = {final.message_id for final in finals}
         finals += [Final(id_, key, State.CANCELLED) for id_, key in self.work.given_up.items() if id_ not in known]
         report = check(self.journal, effects, finals)
-        for final in finals:
-            if final.key.startswith("order:") and final.key not in orders:
-                problem = "it was sent in a transaction whose row is missing"
-                self._problems.append(Violation("torn", final.key, (final.message_id,), problem))
-        report.violations += self._problems
+        report.violations += [*problems, *self._problems]
         return report
-
-    def _note_children(self, records: Iterable[Record]) -> None:
-        """What a handler sent is accepted when the handler's message is done, and not a moment earlier."""
-        for record in records:
-            key = key_of(record)
-            if record.state is State.DONE and (child := CHILDREN.get(record.envelope.message_type)):
-                self.journal.invoke(key, f"{child}:{record.envelope.subject}")
-                self.journal.ok(key, f"{child}:{record.envelope.subject}")
-
-
-def _final(record: Record) -> Final:
-    has_effect = record.envelope.message_type not in WITHOUT_EFFECT
-    return Final(record.envelope.id, key_of(record), record.state, has_effect)
