@@ -65,8 +65,8 @@ class Journal:
         self._run_id = run_id
         self._replay_count = replay_count
         self._lines: dict[tuple[str, StepKind], Step] = {}
-        #: Names the code has not asked for yet, by the branch they lie in, in the order they were recorded.
-        self._unasked: dict[str, dict[str, None]] = {}
+        #: Names the code has not asked for yet, by the branch they lie in, and after how many lines they were recorded.
+        self._unasked: dict[str, dict[str, int]] = {}
         self._mailbox: dict[str, list[Step]] = {}
         #: What children told of their ends, by the names under which they were sent.
         self._ends: dict[str, list[Ended]] = {}
@@ -95,7 +95,7 @@ class Journal:
         elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
         if name := _asked_for(step):
-            self._unasked.setdefault(branch_of(name), {})[name] = None
+            self._unasked.setdefault(branch_of(name), {}).setdefault(name, step.seq)
 
     # names
 
@@ -163,6 +163,11 @@ class Journal:
         self._lines[step.name, step.kind] = step
         if step.kind is StepKind.CHILD:
             self._ends.setdefault(asked_name(step.name), []).append(decode_ended(step.value))
+
+    def went_on(self, line: Step) -> bool:
+        """Whether the run did more after this line: it was through with it then, even if a clock was set back since."""
+        unasked = self._unasked.get(branch_of(line.name), {})
+        return any(seq > line.seq for seq in unasked.values())
 
     def take_pending(self) -> list[Step]:
         """Hand over what is to be written with the next record."""

@@ -146,7 +146,8 @@ class Run:
         with self._stretch.fatal:
             timer = self._journal.find(name, StepKind.TIMER, fingerprint)
         if timer is not None:
-            await self._stretch.wait_until(due_at(timer))
+            if not self._journal.went_on(timer):
+                await self._stretch.wait_until(due_at(timer))
             return
         self._stretch.begin(name)
         self._journal.pending.append(Step(name, StepKind.TIMER, encode(length), fingerprint))

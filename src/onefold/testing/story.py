@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from onefold.step import Step, StepKind
+from onefold.step import Step, StepKind, asked_name
 from onefold.store import Ended, State
 from onefold.testing.checker import Effect, Entry, Violation, stale
 
@@ -86,8 +86,11 @@ class Story:
         return "there is no line"
 
     def ends(self, name: str) -> list[Step]:
-        """Return what a child told of its ends, the last of which counts."""
-        return [line for line in self.lines if line.kind is StepKind.CHILD and line.name.partition("@")[0] == name]
+        """Return what the child that was sent under this name told of its ends, the last of which counts."""
+        sent = self.found.get((name, StepKind.SENT))
+        child = None if sent is None else _decode(sent.value)["id"]
+        told = [line for line in self.lines if line.kind is StepKind.CHILD and asked_name(line.name) == name]
+        return [line for line in told if _decode_ended(line.value).id == child]
 
 
 def check_runs(entries: Sequence[Entry], stories: Iterable[Story], *, transactional: frozenset[str]) -> list[Violation]:
@@ -143,15 +146,11 @@ def _signals(run: Story) -> Iterable[Violation]:
 
 
 def _children(run: Story) -> Iterable[Violation]:
-    """What a child told stands, and it is told by the child that was sent."""
+    """What a child has told stands."""
     for line in run.lines:
-        if line.kind is StepKind.SENT:
-            sent, ends = _decode(line.value)["id"], run.ends(line.name)
-            if any(_decode_ended(end.value).id != sent for end in ends):
-                yield _violation("phantom", run, f"somebody else than {sent} has answered for {line.name}")
-            dealt_with = run.found.get((line.name, StepKind.FAILED))
-            if dealt_with is not None and dealt_with.value not in [end.value for end in ends]:
-                yield _violation("wrong", run, f"what {line.name} had told was changed afterwards")
+        dealt_with = line.kind is StepKind.FAILED and (line.name, StepKind.SENT) in run.found
+        if dealt_with and line.value not in [end.value for end in run.ends(line.name)]:
+            yield _violation("wrong", run, f"what {line.name} had told was changed afterwards")
 
 
 def _wrong(run: Story) -> Iterable[Violation]:

@@ -58,7 +58,7 @@ class Workload:
     """Everything that is to be done in one world, and what must have come of it."""
 
     #: The world's own tables: what handlers do, and what producers write together with what they send.
-    tables = (
+    tables: tuple[str, ...] = (
         "CREATE TABLE effect (number INTEGER PRIMARY KEY, key TEXT, message TEXT, fence INTEGER, position INTEGER)",
         "CREATE TABLE orders (key TEXT PRIMARY KEY)",
     )
