@@ -351,6 +351,19 @@ def test_a_small_write_is_made_on_the_event_loop_while_commits_are_fast(play: Pl
     play(scenario)
 
 
+def test_somebody_who_writes_alone_is_told_of_duplicates_like_everybody(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        firsts = [await made.put(f"key {number}") for number in range(12)]
+        seconds = [await made.put(f"key {number}") for number in range(12)]
+        assert not any(one.duplicate for one in firsts)
+        assert [(one.id, one.duplicate) for one in seconds] == [(one.id, True) for one in firsts]
+        lost = made.message("lost")
+        assert {(await made.store.put([lost]))[0].id for _ in range(6)} == {lost.id}
+        assert len(await made.claim(limit=100)) == 13
+
+    play(scenario)
+
+
 def test_the_callers_own_statements_never_run_on_the_event_loop(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         async with made.store.transaction() as transaction:

@@ -14,7 +14,7 @@ from onefold.stores.gating import FIRST_PLACE
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite.operating import move
-from onefold.stores.sqlite.session import Row, Session, as_json
+from onefold.stores.sqlite.session import SQL, Row, Session, as_json
 
 KEEP = PutOptions()
 
@@ -39,6 +39,22 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     return [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
 
 
+def put_lone(session: Session, e: Envelope) -> Stored | None:
+    """Store one plain message, as most are; None, and nothing stays written, if it is more or its key is taken."""
+    if e.deduplication_key is not None or _is_gated(e):
+        return None
+    now, execute = session.clock.now(), session.connection.execute
+    seq = session.rows("put_last")[0][0] + 1
+    before = session.connection.total_changes()
+    if e.keyed:
+        execute(SQL["put_key"], _key_row(seq, e))
+    execute(SQL["put_message"], (seq, *message_row(e, now)))
+    if session.connection.total_changes() - before != e.keyed + 1:
+        return None
+    execute(SQL["put_delivery"], _delivery_row(seq, e, now))
+    return Stored(e.id, State.SCHEDULED)
+
+
 def put_sends(session: Session, envelopes: Sequence[Envelope]) -> None:
     """Put what handlers sent; a key that clashes fails the handler that sent it."""
     for e, stored in zip(envelopes, put(session, envelopes), strict=True):
@@ -59,12 +75,16 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> di
         stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
         fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
         known = {id_: State(state) for id_, (_, state) in stand.items() if state is not None}
-    plain = [(seq, e) for seq, e in fresh if e.gate is None and e.ordering_key is None and not e.priority]
+    plain = [(seq, e) for seq, e in fresh if not _is_gated(e)]
     session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in plain])
     if len(plain) < len(fresh):
-        others = {seq: e for seq, e in fresh if e.priority or e.gated_by is not None}
-        session.each("put_gated", [_gated_row(seq, e, now) for seq, e in others.items()])
+        session.each("put_gated", [_gated_row(seq, e, now) for seq, e in fresh if _is_gated(e)])
     return known
+
+
+def _is_gated(e: Envelope) -> bool:
+    """Whether it takes more than the common row: a gate, a line or a priority."""
+    return e.gate is not None or e.ordering_key is not None or e.priority > 0
 
 
 def _delivery_row(seq: int, e: Envelope, now: int) -> Row:

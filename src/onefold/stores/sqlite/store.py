@@ -40,7 +40,7 @@ from onefold.stores.sqlite.finding import attempts, count, find
 from onefold.stores.sqlite.gates import Asked, Gates
 from onefold.stores.sqlite.leasing import claim, claim_possible, extend
 from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
-from onefold.stores.sqlite.putting import KEEP, put
+from onefold.stores.sqlite.putting import KEEP, put, put_lone
 from onefold.stores.sqlite.reader import Reader, fetch
 from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
@@ -171,6 +171,9 @@ class SQLiteStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         self._refuse_misuse()
+        if len(envelopes) == 1 and options == KEEP and (lone := self._writer.write_lone(put_lone, envelopes[0])):
+            self._wake.ring()
+            return [lone]
         rows = rows_for(envelopes, lambda e: e.payload_inline)
         if options == KEEP:
             stored = await self._translate(self._writer.write_each(put, envelopes, rows=rows))

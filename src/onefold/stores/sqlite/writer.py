@@ -27,6 +27,7 @@ from onefold.stores.sqlite.runner import Runner, tell
 from onefold.stores.sqlite.session import FEW_ROWS, Session
 
 Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 #: Look this often for the lock of another process where waiting must not block anybody.
 _BUSY_SLEEP_SECONDS = 0.005
@@ -98,6 +99,31 @@ class Writer:
         """Like ``write``, for one answer per item: callers with the same operation are served by one run of it."""
         answers: list[Answer] = await self._queue(Write(operation, items, rows, self._loop.create_future()))
         return answers
+
+    def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
+        """Run an operation and commit, here and now, for somebody who has written alone of late; durable then.
+
+        None, and nothing is written, when something is in the way or the operation answers None: then it is to be
+        queued like any other.  So is one that fails, because the queue knows what to do with whom.
+        """
+        if not self._unasked or self._busy or self._waiting or self._turn is not None or not self._is_fast:
+            return None
+        self._unasked -= 1
+        link = self._link
+        link.patience.allowed = False
+        try:
+            link.begin()
+            if (answer := operation(link.session, item)) is None:
+                link.undo(nested=False)
+                return None
+            link.commit()
+        except Exception as error:
+            link.abandon(error)
+            return None
+        if link.checkpoint_due:
+            self._busy = True
+            self._runner.submit(self._checkpoint)
+        return answer
 
     def turn(self) -> Turn:
         """Make a turn of one's own, which begins with its first call."""
@@ -185,8 +211,11 @@ class Writer:
 
     def _fits_here(self, round_: Round) -> bool:
         """Whether this is done within a moment for sure: the caller's own statements are never."""
-        fast = self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
-        return fast and not round_.calls and round_.rows <= FEW_ROWS
+        return self._is_fast and not round_.calls and round_.rows <= FEW_ROWS
+
+    @property
+    def _is_fast(self) -> bool:
+        return self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
 
     def _run_there(self, round_: Round) -> None:
         """In the thread."""
