@@ -28,6 +28,7 @@ from onefold.errors import (
     ResultTimeoutError,
     Retry,
     SchemaError,
+    SequenceGapError,
     SignalTimeoutError,
     Snooze,
     StepError,
@@ -37,6 +38,7 @@ from onefold.errors import (
     TransactionTooLongError,
     UncertainError,
 )
+from onefold.gate import Rate
 from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
 from onefold.recurring import Schedule
@@ -90,6 +92,7 @@ __all__ = [
     "OnefoldError",
     "Progress",
     "Query",
+    "Rate",
     "Receipt",
     "Record",
     "Reject",
@@ -100,6 +103,7 @@ __all__ = [
     "Run",
     "Schedule",
     "SchemaError",
+    "SequenceGapError",
     "SignalTimeoutError",
     "Snooze",
     "State",

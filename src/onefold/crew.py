@@ -15,7 +15,7 @@ from onefold.clock import MICROSECONDS, Clock
 from onefold.control import Failed, Orders
 from onefold.custody import Death
 from onefold.errors import StoreError
-from onefold.fleet import Roll, WorkerRecord, host_name, worker_name
+from onefold.fleet import Roll, WorkerRecord, host_name, parse_queues, worker_name
 from onefold.process import WorkerProcess, start_process
 from onefold.settling import UNSETTLED_MAX
 from onefold.store import Lane, Store
@@ -54,8 +54,7 @@ class SupervisorSettings:
         limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
         limits.check_range("stop_after", self.stop_seconds, 0, limits.DAY)
         limits.check_range("stall_after", self.stall_seconds, 1, limits.DAY)
-        for queue in self.queues:
-            limits.check_name("queue", queue)
+        parse_queues(self.queues)
 
     @property
     def tick_seconds(self) -> float:

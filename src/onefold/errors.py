@@ -19,6 +19,7 @@
     │   ├── HandlerTimeoutError      the handler's time is up
     │   ├── UncertainError           nobody knows whether an effect happened; a person must say
     │   └── ReplayError              a workflow's code and its journal differ
+    ├── SequenceGapError             an earlier number of its ordering key is missing
     ├── StepError                    a step of a workflow failed for good; carries the failure
     ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
@@ -132,6 +133,19 @@ class ReplayError(HandlerError):
         self.run_id = run_id
         self.code = code
         self.journal = journal
+
+
+class SequenceGapError(OnefoldError):
+    """A message came although one with a lower number of the same ordering key is missing; it did not run."""
+
+    def __init__(self, message_id: str, ordering_key: str, sequence: int) -> None:
+        super().__init__(
+            f"message {message_id}: a number before {sequence} of the ordering key {ordering_key!r} is missing; "
+            "send that one and redrive this one, or let its task say gap='skip'"
+        )
+        self.message_id = message_id
+        self.ordering_key = ordering_key
+        self.sequence = sequence
 
 
 class StepError(OnefoldError):

@@ -20,16 +20,17 @@ from onefold.announcing import announced
 from onefold.batch import Batch, Item
 from onefold.clock import Clock
 from onefold.context import Context
-from onefold.errors import HandlerError, LeaseLostError, StoreUnavailableError
+from onefold.errors import HandlerError, LeaseLostError, SequenceGapError, StoreUnavailableError
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
+from onefold.refusing import refuse
 from onefold.registry import Registry
 from onefold.retry import decide
 from onefold.stepping import in_time
-from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
+from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Store
 from onefold.stretch import until_a_person_acts
 from onefold.task import Task
 from onefold.threads import BusyError, Threads
@@ -40,8 +41,6 @@ from onefold.workflow import Workflow, drive
 
 logger = logging.getLogger("onefold")
 
-#: A message from a newer version of the code waits this long for a newer worker.
-UNSUPPORTED_SECONDS = 30.0
 #: The store, or the place to run the handler, was not to be had: try again soon; it was not the message's fault.
 UNAVAILABLE_SECONDS = 5.0
 
@@ -90,7 +89,7 @@ class Execution:
         lease = hold.lease
         task = self.registry.handler(lease.envelope)
         if refusal := self._refuse(task, lease):
-            return self.announce(lease, refusal)
+            return refusal
         if isinstance(task, Workflow):
             return await self._drive(task, hold)
         context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold), bearer=hold)
@@ -138,19 +137,10 @@ class Execution:
 
     def _refuse(self, task: Task[Any, Any], lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""
-        envelope = lease.envelope
-        if lease.crashes >= self.quarantine_after:
-            text = f"its worker died {lease.crashes} times while it may have been running"
-            failure = Failure(reason="quarantined", error_type="Crash", error_message=text)
-            return Dead(failure, key_window=task.key_window, ran=False)
-        if envelope.expires_at and lease.claimed_at >= envelope.expires_at:
-            text = "it was not done within its time; see expires="
-            failure = Failure(reason="expired", error_type="Expired", error_message=text)
-            return Dead(failure, key_window=task.key_window, ran=False)
-        if not task.understands(envelope):
-            logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
-            return Again(UNSUPPORTED_SECONDS, None, counted=False)
-        return None
+        refusal = refuse(task, lease, self.quarantine_after)
+        if isinstance(refusal, SequenceGapError):
+            return self.decide_failure(task, lease, refusal)
+        return None if refusal is None else self.announce(lease, refusal)
 
     # a batch
 
@@ -167,7 +157,7 @@ class Execution:
         task = self.registry.handler(holds[0].lease.envelope)
         for lease in (hold.lease for hold in holds):
             if refusal := self._refuse(task, lease):
-                settled.append((lease, self.announce(lease, refusal)))
+                settled.append((lease, refusal))
                 continue
             try:
                 value = task.signature.decode(lease.envelope.payload_inline or b"")["value"]

@@ -11,13 +11,13 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import StoreError
+from onefold.errors import ConfigurationError, StoreError
 from onefold.store import Lane, Store
 from onefold.version import __version__
 
@@ -34,6 +34,7 @@ class WorkerSettings:
     """How one worker works; see ``app.work``."""
 
     name: str
+    #: Names of queues; one like ``mail:2`` runs two of this queue's messages at once at most.
     queues: Sequence[str]
     concurrency: int = limits.CONCURRENCY
     lease_seconds: float = limits.LEASE
@@ -42,13 +43,29 @@ class WorkerSettings:
     lane: Lane = Lane.ANY
     #: Whether nobody watches it: then it purges and keeps its entry in the register by itself.
     alone: bool = True
+    #: How many of a queue's messages may be in hand, where that is said.
+    places: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         limits.check_range("concurrency", self.concurrency, 1, limits.CONCURRENCY_MAX)
         limits.check_range("lease", self.lease_seconds, limits.LEASE_MIN, limits.DAY)
         limits.check_name("worker", self.name)
-        for queue in self.queues:
-            limits.check_name("queue", queue)
+        self.queues, self.places = parse_queues(self.queues)
+
+
+def parse_queues(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """Read queues as they are written for workers, ``mail:2`` or ``default``; return names, and places where given."""
+    places: dict[str, int] = {}
+    names: list[str] = []
+    for text in given:
+        name, colon, number = text.partition(":")
+        names.append(limits.check_name("queue", name))
+        if colon:
+            if not number.isdecimal():
+                raise ConfigurationError(f"queue {text!r} is not a name, or a name, a colon and a number")
+            limits.check_range(f"concurrency of queue {name}", int(number), 1, limits.CONCURRENCY_MAX)
+            places[name] = int(number)
+    return names, places
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,18 @@ class Gating:
 NO_GATINGS: Mapping[str, Gating] = {}
 
 
+def is_limited(gatings: Mapping[str, Gating], gate: str) -> bool:
+    """Whether who passes this gate takes something from others."""
+    gating = gatings.get(name_of(gate))
+    return gating is not None and gating.is_limited
+
+
+def soonest_token(gatings: Mapping[str, Gating]) -> float:
+    """After how many seconds a token can be there, wherever they are waited for."""
+    rates = [rate for gating in gatings.values() for rate in (gating.rate, gating.rate_each) if rate is not None]
+    return min((rate.token_seconds for rate in rates), default=limits.POLL_SECONDS)
+
+
 def name_of(gate: str) -> str:
     """Return the name of a gate, without its key."""
     return gate.partition(":")[0]

@@ -16,6 +16,7 @@ from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings
+from onefold.gate import is_limited
 from onefold.settling import Held, Settler
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
@@ -242,10 +243,17 @@ class Runners:
         if outcome is None:
             self.done_alone += 1
             self._forget(held)
-        elif self._execution.registry.handler(held.lease.envelope).settle == "now":
+        elif self._is_awaited(held.lease):
             await self._settler.settle([(held, outcome)])
         else:
             self._settler.add(held, outcome)
+
+    def _is_awaited(self, lease: Lease) -> bool:
+        """Whether its outcome is not to wait for others: its task says so, or somebody waits for its place."""
+        registry = self._execution.registry
+        if lease.gate is not None and is_limited(registry.gatings, lease.gate):
+            return True
+        return registry.handler(lease.envelope).settle == "now"
 
     def _drop(self, held: Held) -> None:
         """Let go of a message that is no longer ours, or no longer surely so."""

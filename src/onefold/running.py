@@ -10,6 +10,7 @@ from onefold import effects, inspection, limits
 from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
 from onefold.effects import LedgerEntry
+from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
@@ -66,6 +67,7 @@ class WorkflowVerbs:
         timeout: timedelta | float | None = None,
         expires: timedelta | float | None = limits.MESSAGE_RETENTION,
         key_window: timedelta | float = limits.KEY_WINDOW,
+        **gate: Unpack[GateOptions],
     ) -> DeclareWorkflow: ...
     def workflow(self, *function: Any, **settings: Any) -> Any:
         """Declare a workflow: ``async def onboard(run: Run, user_id: int) -> str``.

@@ -17,6 +17,7 @@ from onefold import custody, limits
 from onefold.clock import MICROSECONDS, Clock
 from onefold.crew import Crew, SupervisorSettings
 from onefold.errors import ConfigurationError, StoreError
+from onefold.fleet import parse_queues
 from onefold.process import WorkerProcess
 from onefold.purging import keep_purged
 from onefold.store import Lane, Query, Record, State, Store
@@ -277,7 +278,7 @@ class Supervisor:
     def _is_due_here(self, record: Record) -> bool:
         envelope = record.envelope
         due = envelope.due_at <= self._clock.now()
-        return due and envelope.queue in self._settings.queues and envelope.message_type in self._tasks
+        return due and envelope.queue in parse_queues(self._settings.queues)[0] and envelope.message_type in self._tasks
 
     async def _look_after_the_late(self) -> None:
         """Hand back what was claimed for a process that was dead by then: the claim was under way when it died."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from itertools import takewhile
 from typing import Any
 
 from onefold import limits
@@ -18,6 +19,7 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import Roll, WorkerRecord, WorkerSettings, describe
+from onefold.gate import is_limited, soonest_token
 from onefold.purging import keep_purged
 from onefold.renewing import Renewer
 from onefold.reporting import Reporter
@@ -51,7 +53,11 @@ class Worker:
         self._slots = slots
         # A process for suspects may die at any moment; the others tick.
         self._ticker = None if settings.lane is Lane.PROBATION else ticker
-        self._claimer = Claimer(self._store, self._clock, execution.registry.types(), settings, self._accept)
+        self._gatings = execution.registry.gatings
+        types = execution.registry.types()
+        self._claimer = Claimer(self._store, self._clock, types, self._gatings, settings, self._accept)
+        #: Until when a message of a rate that this worker has run may have left others waiting for tokens.
+        self._tokens_until = 0
         self._held: dict[str, Held] = {}
         self._suspects: deque[Held] = deque()
         self._changed = asyncio.Event()
@@ -136,7 +142,7 @@ class Worker:
                 continue
             # What is settled while the store is asked may leave new messages that its answer does not know of yet.
             was_busy = self._busy
-            if await self._claimer.claim(wanted) != 0:
+            if await self._claimer.claim(wanted, self._at_once(), self._in_hand) != 0:
                 continue
             if not self._settings.until_idle:
                 await self._wait()
@@ -158,6 +164,19 @@ class Worker:
         # Small claims cost as much as large ones, so wait until half of the supply is used up.
         return min(wanted, room) if len(self._runners.supply) <= ahead // 2 else 0
 
+    def _at_once(self) -> int:
+        """How many can begin at once: the next in any case, for under load no runner is ever free."""
+        free = self._settings.concurrency - self._runners.running
+        first = takewhile(lambda held: self._is_limited(held.lease), self._runners.supply)
+        return max(free, 1) - sum(1 for _ in first)
+
+    def _is_limited(self, lease: Lease) -> bool:
+        """Whether it takes a place or a token from others, and so is not to be kept waiting."""
+        return lease.gate is not None and is_limited(self._gatings, lease.gate)
+
+    def _in_hand(self, queue: str) -> int:
+        return sum(1 for held in self._held.values() if held.lease.envelope.queue == queue)
+
     def _accept(self, leases: list[Lease], asked_at: int) -> None:
         until = asked_at + round(self._settings.lease_seconds * MICROSECONDS)
         for lease in leases:
@@ -166,7 +185,13 @@ class Worker:
                 self._held[lease.id].taken_over = True
                 self._held[lease.id].lose()
             held = self._held[lease.id] = Held(lease, until)
-            (self._suspects if self._runners.is_suspect(lease) else self._runners.supply).append(held)
+            if self._runners.is_suspect(lease):
+                self._suspects.append(held)
+            elif self._is_limited(lease):
+                self._runners.supply.appendleft(held)
+                self._tokens_until = asked_at + round(limits.POLL_SECONDS * MICROSECONDS)
+            else:
+                self._runners.supply.append(held)
         if leases:
             self._reporter.wake()
         self._runners.call()
@@ -184,8 +209,23 @@ class Worker:
             await self._changed.wait()
 
     async def _wait(self) -> None:
+        if self._settings.places and self._held:
+            # A queue may have been left out because its places are taken, and only this worker knows when one is free.
+            self._changed.clear()
+            others = [asyncio.create_task(self._store_wait()), asyncio.create_task(self._changed.wait())]
+            try:
+                await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel(others)
+        else:
+            await self._store_wait()
+
+    async def _store_wait(self) -> None:
+        timeout = limits.POLL_SECONDS
+        if self._tokens_until > self._clock.steady():
+            timeout = min(timeout, max(limits.TOKEN_SECONDS_MIN, soonest_token(self._gatings)))
         try:
-            await self._store.wait(self._settings.queues, timeout=limits.POLL_SECONDS)
+            await self._store.wait(self._settings.queues, timeout=timeout)
         except StoreUnavailableError:
             await self._clock.sleep(limits.POLL_SECONDS)
 

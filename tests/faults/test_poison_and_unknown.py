@@ -8,7 +8,7 @@ from datetime import timedelta
 from fault_scene import run
 
 from onefold import App, RetryPolicy
-from onefold.execution import UNSUPPORTED_SECONDS
+from onefold.refusing import UNSUPPORTED_SECONDS
 from onefold.store import Query, State
 from onefold.testing import FakeClock, HastyClock, drain
 

@@ -25,15 +25,23 @@ async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> 
     """
     clock = app._clock
     settled = 0
+    fruitless = 0
     for _ in range(rounds):
         queues = {task.queue for task in app.tasks.values()} | (await app.count()).keys()
-        settled += await app.work(queues=sorted(queues), until_idle=True)
+        before, settled = settled, settled + await app.work(queues=sorted(queues), until_idle=True)
+        fruitless = 0 if settled > before else fruitless + 1
         if not advance or not isinstance(clock, FakeClock):
             return settled
         alive = await _alive(app)
         if not alive:
             return settled
-        clock.advance(min(_seconds_until(record, clock.now()) for record in alive))
+        waits = [_seconds_until(record, clock.now()) for record in alive]
+        if fruitless and min(waits) == 0:
+            # They are due and wait at a gate: for a token, or for one who is not due yet.
+            later = min((wait for wait in waits if wait > 0), default=limits.DAY)
+            clock.advance(min(later, limits.POLL_SECONDS * 2 ** min(fruitless, 16)))
+        else:
+            clock.advance(min(waits))
     raise AssertionError(f"after {rounds} rounds of work there is {await _described(app)}")
 
 

@@ -399,7 +399,10 @@ class FairContract(Contract):
     @scenario
     async def test_a_message_without_a_gate_can_be_given_one(self, bench: Bench) -> None:
         for ordered in (False, True):
-            leases = [await bench.leased(f"{ordered}{n}") for n in range(3)]
+            leases = []
+            for n in range(3):
+                leases.append(await bench.leased(f"{ordered}{n}"))
+                bench.clock.advance(0.001)
             assert {lease.gate for lease in leases} == {None}
             await bench.store.settle([(lease, HandBack("task:x", ordered)) for lease in leases])
             given = await bench.claim(gatings=[Gating(name="task", max_running=2)])
