@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+import msgspec
+
 from onefold.errors import (
     CancelledMessageError,
     DeadError,
@@ -35,18 +37,16 @@ class Source(Generic[R]):
     sleep: Sleep
 
 
-class Receipt(Generic[R]):
+class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
     """Proof that a message was stored, or that it already was.
 
     Inside a transaction the id is known at once, and the rest after the commit.
+    Made by the thousand, it is like an envelope no business of the collector's.
     """
 
-    __slots__ = ("_id", "_source", "_stored")
-
-    def __init__(self, id_: str, source: Source[R]) -> None:
-        self._id = id_
-        self._source = source
-        self._stored: Stored | None = None
+    _id: str
+    _source: Source[R]
+    _stored: Stored | None = None
 
     @property
     def id(self) -> str:
