@@ -48,7 +48,7 @@ from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Row, Session, as_json, rows_for
 from onefold.stores.sqlite.settling import rows_in, settle
 from onefold.stores.sqlite.steps import Steps
-from onefold.stores.sqlite.transaction import SQLiteTransaction, may_bring_work
+from onefold.stores.sqlite.transaction import SQLiteTransaction, frees_places, may_bring_work
 from onefold.stores.sqlite.wake import Wake
 from onefold.stores.sqlite.writer import Writer
 from onefold.stores.steps import or_lost
@@ -156,7 +156,7 @@ class SQLiteStore:
                 "its execute(), so that one SQLite library writes the file"
             )
         self._refuse_misuse()
-        return SQLiteTransaction(self.path, self._home, self._writer.turn(), self._wake.ring)
+        return SQLiteTransaction(self.path, self._home, self._writer.turn(), self._wake)
 
     async def _write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
         """Run one operation in a transaction that concurrent callers share; durable when it returns."""
@@ -185,8 +185,9 @@ class SQLiteStore:
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._refuse_misuse()
         won = await self._translate(self._writer.write_each(settle, settlements, rows=rows_in(settlements)))
-        if may_bring_work(settlements):
-            self._wake.ring()
+        brings_work = may_bring_work(settlements)
+        if brings_work or frees_places(settlements):
+            self._wake.ring(elsewhere=brings_work)
         return won
 
     async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:

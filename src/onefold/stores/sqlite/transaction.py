@@ -21,6 +21,7 @@ from onefold.stores.sqlite.putting import KEEP, put
 from onefold.stores.sqlite.round import Ending
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle, settle_all
+from onefold.stores.sqlite.wake import Wake
 from onefold.stores.sqlite.writer import Turn
 from onefold.stores.steps import or_lost
 
@@ -36,12 +37,13 @@ _CONTROL = re.compile(
 class SQLiteTransaction:
     """Everything in it commits together, or nothing does; it begins with its first call."""
 
-    def __init__(self, path: str, home: Home, turn: Turn, ring: Callable[[], None]) -> None:
+    def __init__(self, path: str, home: Home, turn: Turn, wake: Wake) -> None:
         self._path = path
         self._home = home
         self._turn = turn
-        self._ring = ring
+        self._wake = wake
         self._brings_work = False
+        self._frees_places = False
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self._over = False
 
@@ -80,12 +82,14 @@ class SQLiteTransaction:
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._brings_work = self._brings_work or may_bring_work(settlements)
+        self._frees_places = self._frees_places or frees_places(settlements)
         return await self._run(settle, settlements)
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         self._refuse_late()
         self._over = True
         self._brings_work = self._brings_work or may_bring_work(settlements)
+        self._frees_places = self._frees_places or frees_places(settlements)
         await self._translate(self._turn.conclude(settle_all, settlements))
         self._tell()
 
@@ -128,16 +132,14 @@ class SQLiteTransaction:
         self._home.refuse_strangers()
 
     def _tell(self) -> None:
-        if self._brings_work:
-            self._ring()
+        if self._brings_work or self._frees_places:
+            self._wake.ring(elsewhere=self._brings_work)
 
 
 def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
     return any(
         isinstance(o, HandBack | Parked)
-        # A place at its gate is free, or the next in its line may come.
-        or lease.gate is not None
         or lease.envelope.reply_to
         or (isinstance(o, Done) and (o.sends or o.notes))
         or (isinstance(o, Dead) and o.sends)
@@ -158,3 +160,11 @@ def _refuse_control(_cursor: apsw.Cursor, statement: str, _parameters: Any) -> b
             f"{found[1].upper()} is not yours to say here: the transaction ends with the handler or the block"
         )
     return True
+
+
+def frees_places(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
+    """Whether a place at a gate is free now, or the next in a line may come.
+
+    Who had it takes the next: to wake all processes for each place would have them all run for one.
+    """
+    return any(lease.gate is not None for lease, _ in settlements)

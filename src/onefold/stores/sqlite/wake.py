@@ -43,10 +43,10 @@ class Wake:
                 await self._rung.wait()
         self._rung.clear()
 
-    def ring(self) -> None:
-        """Wake everybody who waits, here and in other processes."""
+    def ring(self, *, elsewhere: bool = True) -> None:
+        """Wake everybody who waits, here and in other processes, or only those who wait here."""
         self._rung.set()
-        if not self._between_processes:
+        if not (elsewhere and self._between_processes):
             return
         if self._pause is not None:
             self._rung_meanwhile = True

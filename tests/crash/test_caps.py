@@ -1,0 +1,19 @@
+"""A cap over processes that are killed: the small version of ``scripts/caps.py``, which has the full size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "caps.py"
+
+
+def test_a_cap_holds_while_workers_are_killed(gated_store_url: str) -> None:
+    """F2, C5: proved from the intervals that the handlers wrote down; and no place stays lost."""
+    store = "sqlite" if gated_store_url.startswith("sqlite") else "postgres"
+    size = ["--tasks", "150", "--processes", "4", "--hold", "0.03", "--kill-every", "1", "--busy", "0.5"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--store", store, *size], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
