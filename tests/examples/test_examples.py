@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -46,3 +47,12 @@ def test_a_fan_out_has_every_result_in_its_place(store_url: str, monkeypatch: py
     monkeypatch.setenv("ONEFOLD_URL", store_url)
     fan_out = load("fan_out")
     assert asyncio.run(fan_out.play(paper(), 140)) == f"summer: 140 pictures, {sum(range(140)) * 10:,} bytes"
+
+
+def test_a_choreography_ships_what_it_can_and_takes_back_the_rest(store_url: str) -> None:
+    """I12: the story of an order without anybody in charge."""
+    choreography, console = load("choreography"), paper()
+    assert asyncio.run(choreography.play(store_url, console)) == choreography.EXPECTED
+    told = printed(console)
+    assert "1 message waits for shipping" in told
+    assert "payment.refunded  done" in told

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segments
 from rich.table import Table
 from rich.tree import Tree
 
@@ -27,6 +29,8 @@ events = typer.Typer(help="Show events and who subscribes to them.", no_args_is_
 Name = Annotated[str, typer.Argument(metavar="EVENT", help="The event's name, such as order.placed.")]
 Since = Annotated[str, typer.Option(help="Only events of this long: 90s, 15m, 2h or 3d.")]
 
+#: Columns; wider than any line of a chain that somebody could read.
+_WIDE = 1_000
 _STYLES = {State.DONE: "green", State.DEAD: "red", State.LEASED: "cyan", State.PARKED: "yellow"}
 
 
@@ -98,7 +102,7 @@ def chain(
     if as_json:
         print_json(found.as_dict())
     else:
-        output.print(draw_chain(found, message_id), soft_wrap=True)
+        print_chain(output, found, message_id)
 
 
 # drawing
@@ -134,6 +138,12 @@ def _published_table(published: list[Record]) -> Table:
         moment = written(to_datetime(one.envelope.created_at))
         table.add_row(moment, one.envelope.id, escape(one.envelope.subject), told)
     return table
+
+
+def print_chain(console: Console, chain: Chain, here: str) -> None:
+    """Print a chain as a tree in which one message is marked; ids are whole, however narrow the terminal is."""
+    drawn = console.render(draw_chain(chain, here), console.options.update(width=_WIDE))
+    console.print(Segments(drawn), soft_wrap=True, end="")
 
 
 def draw_chain(chain: Chain, here: str) -> Tree:
