@@ -99,7 +99,7 @@ async def subscribe(store: Store, registry: Registry) -> list[Subscription]:
     """
     kept: list[Subscription] = []
     for event, wanted in declared(registry, await store.now()).items():
-        entry = await _change(store, event, partial(_with_all, wanted))
+        entry = await _change(store, event, partial(_with_all, event, wanted))
         kept += [_decode(entry[one.subscriber]) for one in wanted]
     return kept
 
@@ -133,7 +133,7 @@ async def subscriptions(store: Store) -> list[Subscription]:
     return [one for _, entry in sorted(entries.items()) for _, one in sorted(_decode_all(entry.value).items())]
 
 
-def _with_all(wanted: Iterable[Subscription], found: Entry) -> Entry:
+def _with_all(event: str, wanted: Iterable[Subscription], found: Entry) -> Entry:
     changed = dict(found)
     for one in wanted:
         known = _decode(found[one.subscriber]) if one.subscriber in found else None
@@ -144,7 +144,7 @@ def _with_all(wanted: Iterable[Subscription], found: Entry) -> Entry:
                 changed[one.subscriber] = msgspec.Raw(_encode(one))
     if len(changed) > max(limits.SUBSCRIBERS_MAX, len(found)):
         raise ConfigurationError(
-            f"event {one.event!r} would have {len(changed)} subscribers; at most {limits.SUBSCRIBERS_MAX} are allowed: "
+            f"event {event!r} would have {len(changed)} subscribers; at most {limits.SUBSCRIBERS_MAX} are allowed: "
             "let one of them pass it on to the others"
         )
     return changed

@@ -617,3 +617,24 @@ def test_the_synchronous_app_has_events_too(tmp_path: Path) -> None:
         assert receipt.result() == 2
         assert sorted(one.id for one in seen) == [1, 2, 3]
         assert [one.event for one in app.subscriptions()] == ["order.placed"] * 2
+
+
+def test_events_of_one_ordering_key_reach_each_subscriber_in_their_order(sqlite_bench: Bench) -> None:
+    """F5: they are copied one after the other, and handled so."""
+    app = sqlite_bench.app
+    moved = app.topic("stock.moved", int)
+    seen: dict[str, list[int]] = {"one": [], "two": []}
+
+    for name in seen:
+
+        @app.on(moved, name=name)
+        async def handle(ctx: Context, number: int) -> None:
+            seen[ctx.message.message_type].append(number)
+
+    async def scenario() -> None:
+        for number in range(10):
+            await moved.options(ordering_key="lamp").publish(number)
+        await work_through(sqlite_bench)
+        assert seen == {"one": list(range(10)), "two": list(range(10))}
+
+    sqlite_bench.run(scenario)
