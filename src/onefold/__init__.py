@@ -27,6 +27,7 @@ from onefold.errors import (
     ReplayError,
     ResultTimeoutError,
     Retry,
+    SagaError,
     SchemaError,
     SequenceGapError,
     SignalTimeoutError,
@@ -43,12 +44,15 @@ from onefold.inspection import DeadLetter
 from onefold.receipt import Receipt
 from onefold.recurring import Schedule
 from onefold.retry import RetryPolicy
+from onefold.saga import Saga
+from onefold.status import SagaRecord, SagaStatus, SagaStep, StepStatus
 from onefold.store import Progress, Query, Record, State
 from onefold.subscription import Subscription
 from onefold.sync import SyncApp
 from onefold.task import Call, Task
 from onefold.topic import Topic
 from onefold.transaction import AppTransaction
+from onefold.undo import Never, never
 from onefold.version import __version__
 from onefold.waiting import (
     SyncDeadLetter,
@@ -88,6 +92,7 @@ __all__ = [
     "LedgerEntry",
     "LimitError",
     "Link",
+    "Never",
     "NotHappened",
     "OnefoldError",
     "Progress",
@@ -101,6 +106,11 @@ __all__ = [
     "Retry",
     "RetryPolicy",
     "Run",
+    "Saga",
+    "SagaError",
+    "SagaRecord",
+    "SagaStatus",
+    "SagaStep",
     "Schedule",
     "SchemaError",
     "SequenceGapError",
@@ -108,6 +118,7 @@ __all__ = [
     "Snooze",
     "State",
     "StepError",
+    "StepStatus",
     "StoreError",
     "StoreUnavailableError",
     "Subscription",
@@ -128,4 +139,5 @@ __all__ = [
     "UncertainError",
     "Workflow",
     "__version__",
+    "never",
 ]

@@ -10,11 +10,12 @@ import msgspec
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
-from onefold.errors import CancelledMessageError, DeadError, KeyReuseError
-from onefold.journal import Sent, decode_ended, encode
+from onefold.errors import CancelledMessageError, KeyReuseError
+from onefold.journal import Sent, decode_ended, decode_sent, encode
+from onefold.receipt import dead_error
 from onefold.step import Step, StepKind, answer_line
-from onefold.store import Ended, Query, State
-from onefold.stretch import Raised, Stretch, Wait
+from onefold.store import Ended, Failure, Query, State
+from onefold.stretch import Raised, Stretch, Wait, leave, step_error
 from onefold.task import Call
 
 R = TypeVar("R")
@@ -23,10 +24,16 @@ R = TypeVar("R")
 class Child(Awaitable[R], Generic[R]):
     """A child that is sent, and waited for, when it is awaited or gathered."""
 
-    def __init__(self, children: Children, name: str, call: Call[R]) -> None:
+    def __init__(
+        self, children: Children, name: str, call: Call[R], timeout: float | None = None, begun: Step | None = None
+    ) -> None:
         self._children = children
         self.name = name
         self.call = call
+        #: How many seconds from its being sent it may take, as far as the run is concerned.
+        self.timeout = timeout
+        #: What is written down with its being sent, in a saga.
+        self.begun = begun
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._result().__await__()
@@ -56,7 +63,9 @@ class Children:
         ends = [self._end(one) for one in children]
         missing = sum(end is None for end in ends)
         if missing:
-            await self._stretch.wait(Wait(self._next_look(foreign), awaits=missing - len(foreign)))
+            times = [self._next_look(foreign), *(self._deadline(one) for one in children)]
+            until = min((time for time in times if time is not None), default=None)
+            await self._stretch.wait(Wait(until, awaits=missing - len(foreign)))
         return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
 
     def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
@@ -76,6 +85,13 @@ class Children:
     def _answer_line(self, child: Child[Any]) -> str:
         return answer_line(child.name, self._journal.restarts)
 
+    def _deadline(self, child: Child[Any]) -> int | None:
+        """Return until when to wait for a child that has not ended: counted from its being sent."""
+        if child.timeout is None or self._end(child) is not None:
+            return None
+        sent = self._journal.find(child.name, StepKind.SENT)
+        return (self._stretch.now if sent is None else sent.at) + round(child.timeout * MICROSECONDS)
+
     def _sent(self, child: Child[Any]) -> Sent | None:
         with self._stretch.fatal:
             return self._journal.sent(child.name, child.call.fingerprint)
@@ -92,21 +108,23 @@ class Children:
             if child.call.key is not None or envelope.deduplication_key is not None:
                 keyed.append((child, envelope))
                 continue
-            journal.pending.append(_sent_line(child, Sent(envelope.id, role="child")))
+            journal.pending += _sent_lines(child, Sent(envelope.id, role="child"))
             journal.sends.append(envelope)
         if keyed:
             await self._start_keyed(keyed)
 
     async def _start_keyed(self, keyed: Sequence[tuple[Child[Any], Envelope]]) -> None:
         stretch, lines = self._stretch, list[Step]()
-        with stretch.fatal:
+        with self._journal.leaving() as (pending, sends, notes), stretch.fatal:
             async with stretch.tools.store.transaction() as transaction:
                 stored = await transaction.put([envelope for _, envelope in keyed])
                 for (child, envelope), one in zip(keyed, stored, strict=True):
                     if one.clash:
                         raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
-                    lines.append(_sent_line(child, Sent(one.id, one.id != envelope.id, "child")))
-                self._journal.add(await transaction.record(stretch.lease, lines))
+                    lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
+                recorded = await transaction.record(stretch.lease, [*pending, *lines])
+                await leave(transaction, sends, notes)
+        self._journal.add(recorded)
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:
         """Ask how those children ended that do not report to this run."""
@@ -124,9 +142,18 @@ class Children:
             await self._stretch.record(lines)
 
     def _end(self, child: Child[Any]) -> Ended | None:
-        """Return how a child ended: as the code has dealt with it, or as it stands now."""
-        dealt_with = self._journal.find(child.name, StepKind.FAILED)
-        return self._journal.ended(child.name) if dealt_with is None else decode_ended(dealt_with.value)
+        """Return how a child ended: as the code has dealt with it, or as it stands now; silence is an end too."""
+        if (dealt_with := self._journal.find(child.name, StepKind.FAILED)) is not None:
+            return decode_ended(dealt_with.value)
+        sent = self._journal.find(child.name, StepKind.SENT)
+        ended = self._journal.ended(child.name)
+        if ended is not None or child.timeout is None or sent is None:
+            return ended
+        if self._stretch.now < sent.at + round(child.timeout * MICROSECONDS):
+            return None
+        text = f"it was not answered within {child.timeout:g} s of being sent"
+        failure = Failure(reason="timed out", error_type="HandlerTimeoutError", error_message=text)
+        return Ended(decode_sent(sent.value).id, State.SCHEDULED, failure=failure)
 
     def _outcome(self, child: Child[Any], end: Ended) -> Any:
         if end.state is State.DONE:
@@ -135,11 +162,13 @@ class Children:
             # What the code makes of a failure stays true, even if the child is redriven and succeeds later.
             line = Step(child.name, StepKind.FAILED, encode(end), child.call.fingerprint)
             self._journal.pending.append(line)
+        if end.failure is not None and not end.state.ended:
+            return Raised(step_error(child.name, end.failure))
         if end.state is State.DEAD and end.failure is not None:
-            failure = end.failure
-            return Raised(DeadError(end.id, failure.reason, failure.error_type, failure.error_message))
+            return Raised(dead_error(end.id, end.failure))
         return Raised(CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result"))
 
 
-def _sent_line(child: Child[Any], sent: Sent) -> Step:
-    return Step(child.name, StepKind.SENT, encode(sent), child.call.fingerprint)
+def _sent_lines(child: Child[Any], sent: Sent) -> list[Step]:
+    line = Step(child.name, StepKind.SENT, encode(sent), child.call.fingerprint)
+    return [line] if child.begun is None else [child.begun, line]

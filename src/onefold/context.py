@@ -88,7 +88,7 @@ class Context(Work):
 
     def upstream_key(self, effect: str) -> str:
         """Return a key for an outside provider: the same on every retry and redrive of this work."""
-        work = self.idempotency_key if self.step is None else f"{self.idempotency_key}/{self.step}"
+        work = self.idempotency_key if self._scope is None else f"{self.idempotency_key}/{self._scope.work}"
         return upstream_key(self.message.scope, work, effect)
 
     async def once(
@@ -186,6 +186,13 @@ class StepScope(msgspec.Struct, frozen=True):
     ledger: Ledger | None
     #: How often a person made the run go back; what it sends then is new.
     restarts: int
+    #: How often it went back behind undos; what was undone is done anew, also at providers that know our keys.
+    rounds: int = 0
+
+    @property
+    def work(self) -> str:
+        """What the step is, among all that the run does at outside providers."""
+        return f"{self.name}~{self.rounds}" if self.rounds else self.name
 
     def cause(self, run: Envelope) -> Envelope:
         """Return whom the messages of this step go back to: they are named after it, and keyed by its name."""

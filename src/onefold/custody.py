@@ -79,7 +79,8 @@ def _settlement(lease: Lease, death: Death, key_window: KeyWindow) -> tuple[Leas
     if text is None:
         return lease, HandBack()
     crashes = lease.crashes + 1
-    if crashes < limits.QUARANTINE_AFTER_SUPERVISED:
+    if crashes < limits.QUARANTINE_AFTER_SUPERVISED or lease.envelope.saga:
+        # A saga is not ended before it is undone; who claims it next sees how often it crashed.
         return lease, Again(0.0, _failure("crash", text, death.stacks), counted=False, crashed=True)
     text = f"{text}; this was the last of {crashes} crashes with it"
     failure = _failure("quarantined", text, death.stacks)

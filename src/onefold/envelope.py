@@ -78,6 +78,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gate: str | None = None
     #: From 0 to 9; who has more is claimed as if it had waited longer.
     priority: int = 0
+    #: It is not ended before what it did is undone.
+    saga: bool = False
 
     def __repr__(self) -> str:
         # Without the payload: what is printed or logged is no place for it.
@@ -120,19 +122,20 @@ class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
     gate: str | None = None
     pinned: bool = False
     priority: int = 0
+    saga: bool = False
 
 
 _encode_headers = msgspec.json.Encoder(order="deterministic").encode
 _decode_headers = msgspec.json.Decoder(Headers).decode
 _NO_HEADERS = Headers()
-_NO_TEXTS, _NO_MARKS = (None,) * 8, (None, _NO_HEADERS.pinned, _NO_HEADERS.priority)
+_NO_TEXTS, _NO_MARKS = (None,) * 8, (None, _NO_HEADERS.pinned, _NO_HEADERS.priority, _NO_HEADERS.saga)
 
 
 def pack_headers(envelope: Envelope) -> bytes | None:
     """Return the seldom-used fields as bytes, or None when there are none."""
     e = envelope
     texts = (e.payload_ref, e.deduplication_key, e.ordering_key, e.sequence, e.trace, e.tags, e.occurrence, e.reply_to)
-    marks = (e.gate, e.pinned, e.priority)
+    marks = (e.gate, e.pinned, e.priority, e.saga)
     # Most messages have none of them, and comparing is cheaper than making a record to compare.
     if texts == _NO_TEXTS and marks == _NO_MARKS:
         return None

@@ -23,6 +23,7 @@
     ├── StepError                    a step of a workflow failed for good; carries the failure
     ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
+    │   └── SagaError                the awaited saga failed and was undone
     ├── CancelledMessageError        the awaited message was cancelled or discarded
     └── ResultTimeoutError           no outcome came in the time given
 
@@ -172,6 +173,10 @@ class DeadError(OnefoldError):
         self.reason = reason
         self.error_type = error_type
         self.error_message = error_message
+
+
+class SagaError(DeadError):
+    """The awaited saga failed, and everything it had done was undone; carries what it failed with."""
 
 
 class CancelledMessageError(OnefoldError):

@@ -19,7 +19,9 @@ from onefold import limits
 from onefold.announcing import announced
 from onefold.batch import Batch, Item
 from onefold.clock import Clock
+from onefold.compensation import undoing
 from onefold.context import Context
+from onefold.driving import drive
 from onefold.errors import HandlerError, LeaseLostError, SequenceGapError, StoreUnavailableError
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
@@ -30,14 +32,14 @@ from onefold.refusing import refuse
 from onefold.registry import Registry
 from onefold.retry import decide
 from onefold.stepping import in_time
-from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Store
+from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
 from onefold.stretch import until_a_person_acts
 from onefold.task import Task
 from onefold.threads import BusyError, Threads
 from onefold.tools import Middleware, Tools
 from onefold.transaction import Prepare
 from onefold.work import Work
-from onefold.workflow import Workflow, drive
+from onefold.workflow import Workflow
 
 logger = logging.getLogger("onefold")
 
@@ -88,10 +90,11 @@ class Execution:
         """
         lease = hold.lease
         task = self.registry.handler(lease.envelope)
-        if refusal := self._refuse(task, lease):
+        refusal = self._refuse(task, lease)
+        if isinstance(task, Workflow) and (refusal is None or (task.saga and isinstance(refusal, Dead))):
+            return await self._drive(task, hold, None if refusal is None else refusal.failure)
+        if refusal is not None:
             return refusal
-        if isinstance(task, Workflow):
-            return await self._drive(task, hold)
         context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold), bearer=hold)
         if task.beat_seconds is not None:
             # Its beginning is the first sign of life, so that one which never gives another is seen to stall.
@@ -122,12 +125,12 @@ class Execution:
         finally:
             current.reset(token)
 
-    async def _drive(self, workflow: Workflow[Any, Any], hold: Hold) -> Outcome:
+    async def _drive(self, workflow: Workflow[Any, Any], hold: Hold, refusal: Failure | None) -> Outcome:
         held_until = partial(self._deadline, hold)
         given = (self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
         tools = Tools(*given, hold)
         try:
-            return self.announce(hold.lease, await drive(workflow, hold.lease, tools))
+            return self.announce(hold.lease, await drive(workflow, hold.lease, tools, refusal))
         except BaseException as error:
             await raise_if_stopped((hold,), error)
             return self._decide(workflow, hold.lease, error)
@@ -240,7 +243,7 @@ class Execution:
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         return self.decide_failure(task, lease, error)
 
-    def decide_failure(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Again | Dead:
+    def decide_failure(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
         """Decide about a message whose handler or settling failed, and log it."""
         kind = type(error).__name__
         if isinstance(error, DecidedError):
@@ -252,6 +255,9 @@ class Execution:
         if isinstance(outcome, Dead):
             outcome = replace(outcome, key_window=task.key_window)
         _log(lease, outcome, kind)
+        if task.saga and isinstance(outcome, Dead):
+            # It was its settling that failed, which may be so again: not at once.
+            return undoing(lease, outcome.failure, delay=UNAVAILABLE_SECONDS)
         return self.announce(lease, outcome)
 
     def announce(self, lease: Lease, outcome: Decided) -> Decided:

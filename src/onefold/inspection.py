@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from onefold import limits
+from onefold.cancelling import take_back
 from onefold.chronicle import Chronicle, make_head
 from onefold.clock import MICROSECONDS, first_id, to_datetime
 from onefold.envelope import to_json
 from onefold.errors import ConfigurationError, StoreError
 from onefold.fleet import workers
+from onefold.receipt import COMPENSATED
 from onefold.scribe import make_chronicle, sent_ids
 from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
 
@@ -124,9 +126,19 @@ async def dead_letters(
 
 
 async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
-    """Reopen dead letters, all in one commit; returns those that were reopened by this call."""
+    """Reopen dead letters, all in one commit; returns those that were reopened by this call.
+
+    A saga that was undone is not reopened: restart it from a step, or discard it and send it anew.
+    """
     _check_number(ids)
-    return await _move(store, ids, State.SCHEDULED, actor=actor, reason=reason)
+    return await _move(store, await _without_undone(store, ids), State.SCHEDULED, actor=actor, reason=reason)
+
+
+async def _without_undone(store: Store, ids: Sequence[str]) -> list[str]:
+    """Leave out sagas of which nothing is left: run again, they would find themselves undone."""
+    found = await store.find(Query(ids=tuple(ids), states=(State.DEAD,), limit=limits.REDRIVE_MAX)) if ids else []
+    undone = {one.envelope.id for one in found if one.failure is not None and one.failure.reason == COMPENSATED}
+    return [id_ for id_ in ids if id_ not in undone]
 
 
 async def discard(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
@@ -143,8 +155,12 @@ def _check_number(ids: Sequence[str]) -> None:
 
 
 async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> bool:
-    """Take a message back.  One that runs is shut out by its fence: what its handler does can no longer commit."""
-    return bool(await _move(store, [message_id], State.CANCELLED, actor=actor, reason=reason))
+    """Take a message back.  One that runs is shut out by its fence: what its handler does can no longer commit.
+
+    A saga is undone instead; what it has begun is over at once, and it ends when all of that is taken back.
+    """
+    limits.check_bytes("id", message_id, limits.ID_BYTES_MAX)
+    return await take_back(store, message_id, make_act(actor, reason))
 
 
 async def held_by(store: Store, worker: str) -> list[Record]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from onefold.clock import MICROSECONDS
 from onefold.codec import ResultCodec
 from onefold.envelope import Envelope
 from onefold.errors import LimitError, ReplayError
-from onefold.step import Note, Step, StepKind, asked_name
+from onefold.step import UNDONE, Note, Step, StepKind, asked_name
 from onefold.store import Ended, Failure, Lease, Store
 
 logger = logging.getLogger("onefold")
@@ -54,6 +55,17 @@ class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Literal["send", "child", "signal"] = "send"
 
 
+class Begun(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step of a saga that may have had an effect."""
+
+    #: What takes it back; None if nothing does.
+    undo: str | None
+    #: Why nothing does.
+    never: str | None = None
+    timeout: float | None = None
+
+
+decode_begun = msgspec.json.Decoder(Begun).decode
 decode_retried = msgspec.json.Decoder(Retried).decode
 decode_sent = msgspec.json.Decoder(Sent).decode
 
@@ -78,6 +90,8 @@ class Journal:
         self.asked = 0
         #: How often a person made the run go back.
         self.restarts = 0
+        #: How often that was after something had been undone, which is then done as if for the first time.
+        self.rounds = 0
         #: Written with the next record, because nobody needs to know before.
         self.pending: list[Step] = []
         self.sends: list[Envelope] = []
@@ -92,6 +106,7 @@ class Journal:
         self._keep(step)
         if step.kind is StepKind.RESTART:
             self.restarts += 1
+            self.rounds += step.value == UNDONE
         elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
         if name := _asked_for(step):
@@ -116,9 +131,13 @@ class Journal:
             raise LimitError("steps", f"more than {limits.STEPS_MAX} in one run; give parts of the work to children")
         if self.asked == _STEPS_WARNED:
             logger.warning("many_steps run_id=%s steps=%d most=%d", self._run_id, self.asked, limits.STEPS_MAX)
-        self._unasked.get(branch, {}).pop(name, None)
+        self.ask(name)
         self._last[branch] = name
         return name
+
+    def ask(self, name: str) -> None:
+        """Take down that the code asks for a step."""
+        self._unasked.get(branch_of(name), {}).pop(name, None)
 
     def begin(self, name: str) -> None:
         """Something new is about to be done: refuse if the journal goes on otherwise."""
@@ -174,6 +193,17 @@ class Journal:
         pending, self.pending = self.pending, []
         return pending
 
+    @contextmanager
+    def leaving(self) -> Iterator[tuple[list[Step], list[Envelope], list[Note]]]:
+        """Hand over everything that waits for the next record, and take it back should that fail."""
+        pending, sends, notes = self.take_pending(), self.sends, self.notes
+        self.sends, self.notes = [], []
+        try:
+            yield pending, sends, notes
+        except BaseException:
+            self.pending[:0], self.sends[:0], self.notes[:0] = pending, sends, notes
+            raise
+
     # what the lines mean
 
     def tries(self, name: str) -> list[tuple[Step, Retried]]:
@@ -192,14 +222,19 @@ class Journal:
         step = self.find(name, StepKind.SENT, fingerprint)
         return None if step is None else decode_sent(step.value)
 
-    def ended(self, name: str) -> Ended | None:
-        """Return how the child that was sent under this name ended, the last time it did."""
+    def ends(self, name: str) -> list[Ended]:
+        """Return the ends of the child that was sent under this name, which may have been redriven, oldest first."""
         sent = self._lines.get((name, StepKind.SENT))
         if sent is None:
-            return None
+            return []
         child = decode_sent(sent.value).id
         # One that was sent before a restart may still report, and speaks for nobody.
-        return next((end for end in reversed(self._ends.get(name, ())) if end.id == child), None)
+        return [end for end in self._ends.get(name, ()) if end.id == child]
+
+    def ended(self, name: str) -> Ended | None:
+        """Return how the child that was sent under this name ended, the last time it did."""
+        found = self.ends(name)
+        return found[-1] if found else None
 
     def take_signal(self, name: str, signal: str) -> Step | None:
         """Return the signal this wait was given, or the oldest that none was; None when there is none."""
@@ -248,7 +283,7 @@ def branch_of(name: str) -> str:
 
 def _asked_for(step: Step) -> str | None:
     """Return the name of the step for which the code has written this line, if the line tells."""
-    if step.kind in _ASKED:
+    if step.kind in _ASKED or step.kind is StepKind.BEGUN:
         return step.name
     if step.kind is StepKind.RETRY:
         return step.name.rpartition("!")[0]

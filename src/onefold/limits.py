@@ -48,6 +48,8 @@ STEP_NAME_BYTES_MAX = 160
 SIGNALS_MAX = 10_000
 #: A retry due sooner than this is waited for in place; a longer one gives the worker free.
 RETRY_IN_PLACE_SECONDS = 1.0
+#: One try of a saga's step, or the answer to its command, unless it says otherwise: silence is a failure.
+SAGA_STEP_SECONDS = 30.0
 #: A child that somebody else had sent before does not report to its run: the run looks this often, later less.
 FOREIGN_CHILD_SECONDS = 10.0
 

@@ -83,7 +83,10 @@ class OperatorVerbs:
         return inspection.dead_letters(self.store, queue=queue, message_type=message_type)
 
     async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
-        """Reopen dead letters in one commit; returns the ids this call reopened."""
+        """Reopen dead letters in one commit; returns the ids this call reopened.
+
+        A saga that was undone is not reopened; see ``restart``.
+        """
         refuse_inside("redrive()")
         return await inspection.redrive(self.store, ids, actor=actor, reason=reason)
 
@@ -91,6 +94,7 @@ class OperatorVerbs:
         """Take a message back; one that runs can no longer commit, and its handler is cancelled within about a second.
 
         A coroutine gets ``CancelledError``, a thread ``HandlerTimeoutError``, a process is killed.
+        A saga is undone: what it has begun is taken back, and then it is a dead letter with the reason ``compensated``.
         """
         refuse_inside("cancel()")
         return await inspection.cancel(self.store, message_id, actor=actor, reason=reason)

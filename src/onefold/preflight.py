@@ -27,6 +27,8 @@ from onefold.inside import current
 from onefold.inspection import OPEN
 from onefold.journal import Journal
 from onefold.recurring import Schedule
+from onefold.saga import Saga, SagaRun, rehearse
+from onefold.status import begun_steps, cause_of
 from onefold.step import Step
 from onefold.store import Lease, Query, Record
 from onefold.stretch import Parking, Stretch
@@ -122,10 +124,12 @@ async def _rehearse(
     """Run a workflow against its journal and return what is wrong, if anything."""
     now = app._clock.now()
     lease = Lease(record.envelope, record.fence, 1, 0, record.replay_count, now, "preflight")
-    journal = Journal(lease.id, steps, replay_count=record.replay_count)
     tools = Tools(app.store, app._clock, app._chance, app._prepare, None, lambda: now)
+    if isinstance(workflow, Saga) and cause_of(steps, record.replay_count) is not None:
+        return await _rehearse_undo(workflow, lease, tools, steps)
+    journal = Journal(lease.id, steps, replay_count=record.replay_count)
     stretch = Stretch(lease, journal, tools, dry=True)
-    run = Run(stretch)
+    run = SagaRun(stretch) if isinstance(workflow, Saga) else Run(stretch)
     token = current.set(run)
     try:
         async with asyncio.timeout(REHEARSAL_SECONDS_MAX):
@@ -141,6 +145,19 @@ async def _rehearse(
     finally:
         current.reset(token)
     return None if stretch.over is None else _told(stretch.over)
+
+
+async def _rehearse_undo(saga: Saga[Any, Any], lease: Lease, tools: Tools, steps: list[Step]) -> str | None:
+    """A saga that is being undone needs code that still asks for every step that was begun."""
+    try:
+        async with asyncio.timeout(REHEARSAL_SECONDS_MAX):
+            planned = await rehearse(saga, lease, tools, steps)
+    except TimeoutError:
+        return f"it waits for something that is not a step for more than {REHEARSAL_SECONDS_MAX:g} s"
+    except OnefoldError as error:
+        return _told(error)
+    missing = [line.name for line in begun_steps(steps) if line.name not in planned]
+    return f"it is to undo {missing[0]}, which the code does not ask for" if missing else None
 
 
 def _told(error: BaseException) -> str | None:

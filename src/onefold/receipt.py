@@ -13,16 +13,20 @@ from onefold.errors import (
     CancelledMessageError,
     DeadError,
     ResultTimeoutError,
+    SagaError,
     StoreError,
     TransactionOpenError,
     seconds,
 )
-from onefold.store import Query, Record, State, Stored
+from onefold.store import Failure, Query, Record, State, Stored
 
 R = TypeVar("R")
 
 #: Looks for a result come quickly at first and then settle at this interval.
 _LOOK_SECONDS_FIRST, _LOOK_SECONDS_MAX = 0.005, 0.25
+
+#: Why a saga is dead of which nothing is left: it failed, and was undone.
+COMPENSATED = "compensated"
 
 Find = Callable[[Query], Awaitable[list[Record]]]
 Sleep = Callable[[float], Awaitable[None]]
@@ -35,6 +39,12 @@ class Source(Generic[R]):
     decode: Callable[[bytes], R]
     find: Find
     sleep: Sleep
+
+
+def dead_error(message_id: str, failure: Failure) -> DeadError:
+    """Return what whoever waits for a dead letter is told."""
+    kind = SagaError if failure.reason == COMPENSATED else DeadError
+    return kind(message_id, failure.reason, failure.error_type, failure.error_message)
 
 
 class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
@@ -75,7 +85,8 @@ class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
     async def result(self, *, timeout: timedelta | float | None = None) -> R:
         """Wait for the outcome and return what the handler returned.
 
-        Raises ``DeadError`` if the message is a dead letter, ``CancelledMessageError`` if it was taken back,
+        Raises ``DeadError`` if the message is a dead letter, ``SagaError`` if it is a saga that failed and was undone,
+        ``CancelledMessageError`` if it was taken back,
         and ``ResultTimeoutError`` when ``timeout`` passes first; waiting changes nothing about the message.
         """
         self._known()
@@ -101,8 +112,7 @@ class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
         if record.state is State.DONE and record.result is not None:
             return self._source.decode(record.result)
         if record.state is State.DEAD and record.failure is not None:
-            failure = record.failure
-            raise DeadError(self.id, failure.reason, failure.error_type, failure.error_message)
+            raise dead_error(self.id, record.failure)
         raise CancelledMessageError(f"message {self.id} was {record.state.name.lower()}; it has no result")
 
     def __repr__(self) -> str:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from onefold import effects, inspection, limits
 from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
+from onefold.context import Context
 from onefold.effects import LedgerEntry
+from onefold.errors import ConfigurationError
 from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
 from onefold.journal import signal_note
-from onefold.options import DEFAULT_RETRY, TaskSettings
+from onefold.options import TaskSettings
 from onefold.registry import Registry
 from onefold.retry import RetryPolicy
-from onefold.step import Step
-from onefold.stepping import StepOptions, declare
-from onefold.store import State, Store
+from onefold.saga import Saga
+from onefold.status import SagaRecord, begun_steps, is_of_undo, read_saga, stuck_undos, undo_name
+from onefold.step import Step, StepKind
+from onefold.stepping import CallOptions, StepOptions, declare
+from onefold.store import Act, Query, State, Store
+from onefold.task import Task
 from onefold.transaction import refuse_inside
+from onefold.undo import Never
 from onefold.workflow import Run, Workflow
 
 P = ParamSpec("P")
@@ -29,6 +35,21 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _any_value = ResultCodec(Any)
+
+
+class WorkflowOptions(GateOptions, total=False):
+    """What ``app.workflow(…)`` and ``app.saga(…)`` accept."""
+
+    name: str | None
+    key: KeySource | None
+    subject: KeySource | None
+    fingerprint: tuple[str, ...] | None
+    queue: str
+    version: int
+    retry: RetryPolicy
+    timeout: timedelta | float | None
+    expires: timedelta | float | None
+    key_window: timedelta | float
 
 
 class WorkflowVerbs:
@@ -54,21 +75,7 @@ class WorkflowVerbs:
     @overload
     def workflow(self, function: Callable[Concatenate[Run, P], Awaitable[R]], /) -> Workflow[P, R]: ...
     @overload
-    def workflow(
-        self,
-        *,
-        name: str | None = None,
-        key: KeySource | None = None,
-        subject: KeySource | None = None,
-        fingerprint: tuple[str, ...] | None = None,
-        queue: str = "default",
-        version: int = 1,
-        retry: RetryPolicy = DEFAULT_RETRY,
-        timeout: timedelta | float | None = None,
-        expires: timedelta | float | None = limits.MESSAGE_RETENTION,
-        key_window: timedelta | float = limits.KEY_WINDOW,
-        **gate: Unpack[GateOptions],
-    ) -> DeclareWorkflow: ...
+    def workflow(self, **settings: Unpack[WorkflowOptions]) -> DeclareWorkflow: ...
     def workflow(self, *function: Any, **settings: Any) -> Any:
         """Declare a workflow: ``async def onboard(run: Run, user_id: int) -> str``.
 
@@ -81,15 +88,42 @@ class WorkflowVerbs:
         return declared(*function) if function else declared
 
     @overload
+    def saga(self, function: Callable[Concatenate[Run, P], Awaitable[R]], /) -> Saga[P, R]: ...
+    @overload
+    def saga(self, **settings: Unpack[WorkflowOptions]) -> DeclareSaga: ...
+    def saga(self, *function: Any, **settings: Any) -> Any:
+        """Declare a saga: a workflow of which nothing is left when it fails.
+
+        Every step in it says how it is undone, with ``@app.step(undo=…)`` or ``undo=never("reason")``.  When the saga
+        fails for good, or is cancelled, every step that was begun is undone in reverse, also one of which nobody knows
+        whether it took effect; then the saga is a dead letter with the reason ``compensated``.  When an undo gives up,
+        the saga is stuck until a person resumes or resolves it.
+        """
+        declared = DeclareSaga(self, TaskSettings(**settings))
+        return declared(*function) if function else declared
+
+    @overload
     def step(self, function: F, /) -> F: ...
     @overload
+    def step(self, *, undo: Task[P, Any], **options: Unpack[StepOptions]) -> DeclareStep[P]: ...
+    @overload
+    def step(self, *, undo: Never, **options: Unpack[StepOptions]) -> Callable[[F], F]: ...
+    @overload
+    def step(
+        self, *, undo: Callable[Concatenate[Context, P], Awaitable[object]], **options: Unpack[StepOptions]
+    ) -> DeclareStep[P]: ...
+    @overload
+    def step(self, *, undo: Callable[P, object], **options: Unpack[StepOptions]) -> DeclareStep[P]: ...
+    @overload
     def step(self, **options: Unpack[StepOptions]) -> Callable[[F], F]: ...
-    def step(self, *function: Any, **options: Unpack[StepOptions]) -> Any:
-        """Say how a function is to be called by ``run.step``: under which name, for how long, how often.
+    def step(self, *function: Any, **options: Any) -> Any:
+        """Say how a function or task is to be called by ``run.step``: its name, how long, how often, how it is undone.
 
-        It stays the function it is.
+        It stays the function or task it is.  An ``undo`` is a function or task that takes the same arguments; it must
+        cope with a step that did nothing, and with being called twice.
         """
-        return declare(*function) if function else lambda one: declare(one, **options)
+        said: CallOptions = options  # type: ignore[assignment]
+        return declare(function[0], said) if function else lambda one: declare(one, said)
 
     # telling
 
@@ -129,11 +163,26 @@ class WorkflowVerbs:
 
         If it ``happened``, ``value`` is what its call would have returned; if not, the call is made again.
         True when this call settled it; False when it is not uncertain, or the message is running or has ended.
+        The undo that a saga is stuck at is resolved in the same way, under its name such as ``undo:pay#1``: it
+        happened, so the saga goes on with the next one, or it did not, so it is tried again.
         A crash in the middle leaves the message as it was, or the effect resolved and the message scheduled.
         """
         refuse_inside("resolve()")
         told = _any_value.encode(value) if happened else None
+        if name in stuck_undos(await self.store.steps(message_id)):
+            return await self._resolve_undo(message_id, name, told, make_act(actor, reason))
         return await effects.resolve(self.store, message_id, name, told, make_act(actor, reason))
+
+    async def _resolve_undo(self, run_id: str, name: str, value: bytes | None, act: Act) -> bool:
+        async with self.store.transaction() as transaction:
+            if value is None:
+                return bool(await transaction.move([run_id], State.SCHEDULED, act))
+            return bool(await transaction.record(run_id, [Step(name, StepKind.RESULT, value)], act=act))
+
+    async def saga_status(self, run_id: str) -> SagaRecord | None:
+        """Return where a saga stands, with each of its steps; None if there is no such saga."""
+        found = await self.store.find(Query(ids=(run_id,)))
+        return read_saga(found[0], await self.store.steps(run_id)) if found and found[0].envelope.saga else None
 
     async def resume(self, run_id: str, *, actor: str, reason: str) -> bool:
         """Let a parked message run now: after what a person had to do was done, or to look whether it can go on."""
@@ -147,12 +196,15 @@ class WorkflowVerbs:
 
         Whoever runs it now can no longer commit.  A dead run is reopened; one that is done stays so.
         Effects of the forgotten steps are not undone, and what they sent is sent anew.
+        A saga that is being undone, or was, goes forward again: from the first of the steps that were undone, or from
+        before it, because what was undone must be done anew; later ones are refused with ``ConfigurationError``.
         """
         refuse_inside("restart()")
         limits.check_bytes("from_step", from_step, limits.STEP_NAME_BYTES_MAX)
         act = make_act(actor, reason)
         async with self.store.transaction() as transaction:
             if forgotten := await transaction.rewind(run_id, from_step, act):
+                _refuse_halves(from_step, forgotten)
                 await transaction.move([run_id], State.SCHEDULED, act)
             return forgotten
 
@@ -168,3 +220,40 @@ class DeclareWorkflow:
         workflow: Workflow[P, R] = Workflow(self._app, function, self._settings)
         self._app._registry.add(workflow)
         return workflow
+
+
+class DeclareSaga:
+    """The decorator ``app.saga(…)`` returns."""
+
+    def __init__(self, app: WorkflowVerbs, settings: TaskSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    def __call__(self, function: Callable[Concatenate[Run, P], Awaitable[R]], /) -> Saga[P, R]:
+        saga: Saga[P, R] = Saga(self._app, function, self._settings)
+        self._app._registry.add(saga)
+        return saga
+
+
+class DeclareStep(Protocol[P]):
+    """The decorator ``app.step(undo=…)`` returns: for what takes what its undo takes."""
+
+    @overload
+    def __call__(self, function: Task[P, R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Context, P], Awaitable[R]], /
+    ) -> Callable[Concatenate[Context, P], Awaitable[R]]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+def _refuse_halves(from_step: str, forgotten: Sequence[Step]) -> None:
+    """Refuse to forget that a step was undone without forgetting that it was done."""
+    begun = [undo_name(line.name) for line in begun_steps(forgotten)]
+    known = tuple(text for name in begun for text in (f"{name}!", f"{name}/", f"{name}@"))
+    for line in forgotten:
+        if is_of_undo(line) and line.name not in begun and not line.name.startswith(known):
+            raise ConfigurationError(
+                f"{from_step}: an earlier step was undone already ({line.name}); restart from there or from before it"
+            )

@@ -130,6 +130,6 @@ class Settler:
             return
         task = self._execution.registry.handler(held.lease.envelope)
         failed = self._execution.decide_failure(task, held.lease, error)
-        if type(failed) is type(outcome):
+        if type(failed) is type(outcome) and not getattr(outcome, "sends", ()):
             raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever
         await self.settle([(held, failed)])

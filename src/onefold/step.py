@@ -37,6 +37,12 @@ class StepKind(IntEnum):
     CHILD = 10
     #: A person made the run go back to an earlier step.
     RESTART = 11
+    #: A step of a saga is about to be called or sent: from here on it may have had an effect.
+    BEGUN = 12
+    #: A saga is to be undone, and why.
+    UNDO = 13
+    #: An undo has given up, and why.
+    STUCK = 14
 
 
 #: What may be recorded by somebody who does not own the message.
@@ -75,6 +81,12 @@ def answer_line(name: str, restarts: int) -> str:
 def asked_name(line: str) -> str:
     """Return the name under which the child was sent that reports in this line."""
     return line.partition("@")[0]
+
+
+#: What the line of a restart says that went back behind undos.
+UNDONE = b"true"
+#: Begins the name under which a step is undone, so that its keys and its causation are not those of the step.
+UNDO_PREFIX = "undo:"
 
 
 def child_line(name: str, replay_count: int) -> str:

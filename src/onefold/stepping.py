@@ -7,14 +7,15 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar
 
 from onefold import limits
 from onefold.codec import ResultCodec, result_codec
 from onefold.errors import ConfigurationError, HandlerTimeoutError, seconds
 from onefold.options import DEFAULT_RETRY
 from onefold.retry import RetryPolicy
-from onefold.task import takes_first
+from onefold.task import BoundTask, Task, takes_first
+from onefold.undo import Undo, check_undo
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -24,7 +25,7 @@ _ATTRIBUTE = "__onefold_step__"
 
 
 class StepOptions(TypedDict, total=False):
-    """What ``run.options(…)`` and ``app.step(…)`` accept."""
+    """What ``run.options(…)`` and ``app.step(…)`` accept, beside ``undo``."""
 
     #: The name in the journal, instead of the function's.
     name: str
@@ -34,6 +35,13 @@ class StepOptions(TypedDict, total=False):
     retry: RetryPolicy
 
 
+class CallOptions(StepOptions, total=False):
+    """What ``run.options(…)`` accepts."""
+
+    #: What takes the step back when its saga fails.
+    undo: Undo
+
+
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """Everything about a step that was said where it was declared and where it is called."""
@@ -41,32 +49,60 @@ class StepSettings:
     name: str | None = None
     timeout_seconds: float | None = None
     retry: RetryPolicy = DEFAULT_RETRY
+    undo: Undo | None = None
+    #: Whether a timeout was said, if only that there is none.
+    limited: bool = False
 
-    def but(self, options: StepOptions) -> StepSettings:
+    def but(self, options: CallOptions) -> StepSettings:
         """Return these settings with some said anew; unknown ones are refused."""
         changed = self
         for option, value in options.items():
             if option == "name":
                 changed = replace(changed, name=limits.check_step_name("step", str(value)))
             elif option == "timeout":
-                changed = replace(changed, timeout_seconds=None if value is None else seconds(value))  # type: ignore[arg-type]
+                most = None if value is None else seconds(value)  # type: ignore[arg-type]
+                changed = replace(changed, timeout_seconds=most, limited=True)
             elif option == "retry" and isinstance(value, RetryPolicy):
                 changed = replace(changed, retry=value)
+            elif option == "undo":
+                changed = replace(changed, undo=value)  # type: ignore[arg-type]
             else:
-                known = ", ".join(StepOptions.__annotations__)
+                known = "name, timeout, retry, undo"
                 raise ConfigurationError(f"step option {option}={value!r} is not allowed; known: {known}")
         return changed
+
+    def within(self, most: float) -> StepSettings:
+        """Return these settings with a timeout, unless something was said about it."""
+        return self if self.limited else replace(self, timeout_seconds=most)
 
 
 _PLAIN = StepSettings()
 
 
-def declare(function: F, **options: Unpack[StepOptions]) -> F:
-    """Write down how a function is to be called as a step; returns the function itself."""
+def declare(function: F, options: CallOptions) -> F:
+    """Write down how a function or task is to be called as a step; returns the function or task itself."""
     settings = _PLAIN.but(options)
-    StepFunction(function, settings)
+    if isinstance(function, Task):
+        check_command(function, settings)
+    else:
+        StepFunction(function, settings)
     setattr(function, _ATTRIBUTE, settings)
     return function
+
+
+def check_command(task: Task[Any, Any] | BoundTask[Any, Any], settings: StepSettings) -> None:
+    """Refuse what a step that is a task cannot have."""
+    name = task.task.name if isinstance(task, BoundTask) else task.name
+    if settings.retry is not DEFAULT_RETRY:
+        raise ConfigurationError(f"{name}: a task is retried by its own policy; give retry= to the task")
+    if settings.undo is not None:
+        check_undo(name, task, settings.undo)
+
+
+def settings_of(function: Callable[..., Any] | Task[Any, Any] | BoundTask[Any, Any]) -> StepSettings:
+    """Return what was said about a function or task as a step."""
+    settings: StepSettings = getattr(function.task if isinstance(function, BoundTask) else function, _ATTRIBUTE, _PLAIN)
+    return settings
 
 
 class StepFunction:
@@ -81,6 +117,12 @@ class StepFunction:
         self.takes_context, self._is_async, self._codec = _facts(function)
         if self.takes_context and not self._is_async:
             raise ConfigurationError(f"{self.name}: a step that takes a Context must be an async function")
+        if settings.undo is not None:
+            check_undo(self.name, function, settings.undo)
+
+    def within(self, most: float) -> StepFunction:
+        """Return this function with a timeout, unless something was said about it."""
+        return StepFunction(self._function, self.settings.within(most))
 
     async def call(self, context: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call it; a plain function runs in a thread of its own, so that it may block."""
@@ -112,12 +154,6 @@ def _facts(function: Callable[..., Any]) -> tuple[bool, bool, ResultCodec]:
         if place is not None:
             _known[place] = facts
     return facts
-
-
-def step_function(function: Callable[..., Any], options: StepOptions | None = None) -> StepFunction:
-    """Return a function as a step, with what was said about it and what is said now."""
-    settings: StepSettings = getattr(function, _ATTRIBUTE, _PLAIN)
-    return StepFunction(function, settings.but(options) if options else settings)
 
 
 async def in_time(call: Callable[[], Awaitable[R]], most: float | None, name: str) -> R:

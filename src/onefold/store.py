@@ -118,6 +118,7 @@ class Transaction(Protocol):
         message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that is
         not there or has ended other than as a dead letter.
         By an operator, with an ``act``: any kind, unless the message is leased; one that is parked is scheduled.
+        An ``UNDO`` takes the message even from whoever runs it: the fence rises, and it is scheduled unless it ended.
         """
         ...
 

@@ -97,7 +97,7 @@ class Stretch:
         with self.fatal:
             self.journal.begin(name)
         if self._dry:
-            raise self._park()
+            raise self._stop()
 
     async def wait(self, wait: Wait) -> None:
         """Wait; the branch does not go on in this stretch."""
@@ -105,11 +105,15 @@ class Stretch:
         with self.fatal:
             self.journal.pause(branch.get())
         self._waits.append(wait)
+        parking = self._stop()
+        if not self._parking:
+            await self._parked.wait()
+        raise parking
+
+    def _stop(self) -> Parking:
+        """Stop one branch; when it was the last that was running, everything has come to wait."""
         self._running -= 1
-        if self._running <= 0:
-            raise self._park()
-        await self._parked.wait()
-        raise Parking
+        return self._park() if self._running <= 0 else Parking()
 
     async def wait_until(self, instant: int | None, *, awaits: int = 0) -> None:
         """Wait unless the time has come; None never does."""
@@ -197,21 +201,14 @@ class Stretch:
         """
         self.refuse()
         if self._dry:
-            raise self._park()
-        journal = self.journal
-        pending, sends, notes = journal.take_pending(), journal.sends, journal.notes
-        journal.sends, journal.notes = [], []
-        lines = [*pending, *steps]
-        try:
-            with self.fatal:
-                if context is None:
-                    recorded = await self._commit(lines, sends, notes, None)
-                else:
-                    recorded = await self._commit(lines, (*sends, *context.sends), (*notes, *context.notes), context)
-        except BaseException:
-            journal.pending[:0], journal.sends[:0], journal.notes[:0] = pending, sends, notes
-            raise
-        journal.add(recorded)
+            raise self._stop()
+        with self.journal.leaving() as (pending, sends, notes), self.fatal:
+            lines = [*pending, *steps]
+            if context is None:
+                recorded = await self._commit(lines, sends, notes, None)
+            else:
+                recorded = await self._commit(lines, (*sends, *context.sends), (*notes, *context.notes), context)
+        self.journal.add(recorded)
         return recorded[len(pending) :]
 
     async def _commit(
@@ -243,7 +240,7 @@ class Stretch:
         if known is not None:
             return function.codec.decode(known.value)
         if failed is not None:
-            raise _step_error(name, decode_failure(failed.value))
+            raise step_error(name, decode_failure(failed.value))
         self.begin(name)
         tries = self.journal.tries(name)
         attempt = 1 + sum(retried.counted for _, retried in tries)
@@ -270,7 +267,7 @@ class Stretch:
     ) -> Any:
         tools, journal = self.tools, self.journal
         ledger = Ledger(self.lease.id, _answering(journal, name), self.record, f"{name}/")
-        scope = StepScope(name, attempt, ledger, journal.restarts)
+        scope = StepScope(name, attempt, ledger, journal.restarts, journal.rounds)
         context = Context(
             self.lease, tools.store, tools.prepare, tools.resources, tools.held_until, scope, bearer=tools.bearer
         )
@@ -314,7 +311,7 @@ class Stretch:
         )
         if isinstance(outcome, Dead):
             self.journal.pending.append(Step(name, StepKind.FAILED, encode(outcome.failure), fingerprint))
-            raise _step_error(name, outcome.failure) from error
+            raise step_error(name, outcome.failure) from error
         if outcome.delay <= limits.RETRY_IN_PLACE_SECONDS:
             await self.tools.clock.sleep(outcome.delay)
             return outcome.counted
@@ -364,7 +361,8 @@ def stopped_from_outside(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def _step_error(name: str, failure: Failure) -> StepError:
+def step_error(name: str, failure: Failure) -> StepError:
+    """Return what a step that failed for good raises."""
     return StepError(name, failure.reason, failure.error_type, failure.error_message)
 
 

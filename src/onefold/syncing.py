@@ -19,13 +19,16 @@ from onefold.identity import KeySource
 from onefold.inspection import DeadLetter
 from onefold.options import TaskOptions
 from onefold.portal import Portal
+from onefold.running import DeclareStep, WorkflowOptions
 from onefold.schedule import Catchup
+from onefold.status import SagaRecord
 from onefold.step import Step
 from onefold.stepping import StepOptions
 from onefold.store import Counts, Progress, Query, Record
 from onefold.subscription import Subscription
 from onefold.task import Call, Sendable, Task
 from onefold.topic import Topic
+from onefold.undo import Never
 from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTopic
 from onefold.workflow import Run
 
@@ -244,17 +247,36 @@ class SyncVerbs:
     @overload
     def workflow(self, function: Callable[Concatenate[Run, P], Awaitable[R]], /) -> SyncTask[P, R]: ...
     @overload
-    def workflow(self, **settings: Unpack[TaskOptions]) -> DeclareWorkflow: ...
+    def workflow(self, **settings: Unpack[WorkflowOptions]) -> DeclareWorkflow: ...
     def workflow(self, *function: Any, **settings: Any) -> Any:
         """Declare a workflow, which is a coroutine function; see ``App.workflow``."""
         declare = DeclareWorkflow(self, self.app.workflow(**settings))
         return declare(*function) if function else declare
 
     @overload
+    def saga(self, function: Callable[Concatenate[Run, P], Awaitable[R]], /) -> SyncTask[P, R]: ...
+    @overload
+    def saga(self, **settings: Unpack[WorkflowOptions]) -> DeclareWorkflow: ...
+    def saga(self, *function: Any, **settings: Any) -> Any:
+        """Declare a saga, which is a coroutine function; see ``App.saga``."""
+        declare = DeclareWorkflow(self, self.app.saga(**settings))
+        return declare(*function) if function else declare
+
+    @overload
     def step(self, function: F, /) -> F: ...
     @overload
+    def step(self, *, undo: Task[P, Any], **options: Unpack[StepOptions]) -> DeclareStep[P]: ...
+    @overload
+    def step(self, *, undo: Never, **options: Unpack[StepOptions]) -> Callable[[F], F]: ...
+    @overload
+    def step(
+        self, *, undo: Callable[Concatenate[Context, P], Awaitable[object]], **options: Unpack[StepOptions]
+    ) -> DeclareStep[P]: ...
+    @overload
+    def step(self, *, undo: Callable[P, object], **options: Unpack[StepOptions]) -> DeclareStep[P]: ...
+    @overload
     def step(self, **options: Unpack[StepOptions]) -> Callable[[F], F]: ...
-    def step(self, *function: Any, **options: Unpack[StepOptions]) -> Any:
+    def step(self, *function: Any, **options: Any) -> Any:
         """Say how a function is to be called by ``run.step``; see ``App.step``."""
         return self.app.step(*function, **options)
 
@@ -281,6 +303,10 @@ class SyncVerbs:
         return self._run(
             lambda: self.app.resolve(message_id, name, happened=happened, value=value, actor=actor, reason=reason)
         )
+
+    def saga_status(self, run_id: str) -> SagaRecord | None:
+        """Return where a saga stands, with each of its steps; None if there is no such saga."""
+        return self._run(lambda: self.app.saga_status(run_id))
 
     def resume(self, run_id: str, *, actor: str, reason: str) -> bool:
         """Let a parked message run now."""

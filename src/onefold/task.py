@@ -61,6 +61,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
             trace=None if parent is None else parent.trace,
             retention=self.task.retention,
             pinned=self.task.pinned,
+            saga=self.task.saga,
         )
         # What is not from the arguments was checked when the task was declared or the parent was made.
         surely_good = key.isascii() and key.isprintable() and 0 < len(key) <= limits.SUBJECT_BYTES_MAX
@@ -94,6 +95,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
                 due_at=to_instant(options["at"]) if "at" in options else 0,
                 retention=0 if expires is None else _micros(expires),
                 pinned=self.task.pinned,
+                saga=self.task.saga,
             )
         )
 
@@ -129,6 +131,8 @@ class Task(Generic[P, R]):
 
     #: Whether a message is handled by exactly the version it was sent to; several may then be declared side by side.
     pinned = False
+    #: Whether what it did is undone when it fails.
+    saga = False
 
     def __init__(self, sender: Sender, function: Callable[..., Any], settings: TaskSettings) -> None:
         self.function = function

@@ -6,7 +6,6 @@ What it does through its ``Run`` is journaled and not done twice; while it waits
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,31 +21,21 @@ from onefold.clock import to_datetime
 from onefold.codec import ResultCodec, fingerprint_of_call
 from onefold.context import Context
 from onefold.errors import (
-    CancelledMessageError,
     ConfigurationError,
-    DeadError,
     HandlerError,
-    LeaseLostError,
-    ReplayError,
     SignalTimeoutError,
-    StepError,
     TransactionOpenError,
-    UncertainError,
     seconds,
 )
 from onefold.inside import current
-from onefold.journal import Journal, Sent, due_at, encode, read_journal, signal_note
+from onefold.journal import Sent, due_at, encode, signal_note
 from onefold.receipt import Receipt
-from onefold.retry import failure_of
 from onefold.step import Step, StepKind
-from onefold.stepping import StepOptions, in_time, step_function
-from onefold.store import Dead, Done, Lease, Outcome, State, Stored
-from onefold.stretch import Raised, Stretch, branch, stopped_from_outside, until_a_person_acts
+from onefold.stepping import CallOptions, StepFunction, StepSettings, check_command, settings_of
+from onefold.store import State, Stored
+from onefold.stretch import Raised, Stretch, branch
 from onefold.task import BoundTask, Call, Task, takes_first
-from onefold.tools import Tools
 from onefold.topic import Publishable
-
-logger = logging.getLogger("onefold")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,6 +81,8 @@ class Run:
     # steps
 
     @overload
+    def step(self, function: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Child[R]: ...
+    @overload
     def step(
         self, function: Callable[Concatenate[Context, P], Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]: ...
@@ -101,25 +92,45 @@ class Run:
     ) -> Coroutine[Any, Any, R]: ...
     @overload
     def step(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
-    def step(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def step(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function and keep what it returned: when the run goes on later, it is not called again.
 
         A function that takes a ``Context`` commits its SQL, its sends and the record of its result together.
         A crash before that commit lets it be called again; what it does to the outside belongs into ``ctx.once``.
         It is retried by its policy; when it has failed for good, ``StepError`` is raised, on every replay the same.
+        A task is sent as a command, and what its handler returns is the result: as with ``child``, with a timeout.
         """
         return self._step(function, None, args, kwargs)
 
-    def options(self, **options: Unpack[StepOptions]) -> BoundRun:
-        """Return this run with a name, timeout or retry policy for the step that follows."""
+    def options(self, **options: Unpack[CallOptions]) -> BoundRun:
+        """Return this run with a name, timeout, retry policy or undo for the step that follows."""
         return BoundRun(self, options)
 
     def _step(
-        self, function: Callable[..., Any], options: StepOptions | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Any, options: CallOptions | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Awaitable[Any]:
+        settings = settings_of(function)
+        settings = settings.but(options) if options else settings
+        if isinstance(function, Task | BoundTask):
+            return self._command(function, settings, args, kwargs)
+        return self._perform(StepFunction(function, settings), args, kwargs)
+
+    def _perform(
+        self, function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Coroutine[Any, Any, Any]:
         # Named now and not when it is awaited: the order of calls is what every replay has in common.
-        known = step_function(function, options)
-        return self._stretch.perform(self._name(known.name), known, args, kwargs)
+        return self._stretch.perform(self._name(function.name), function, args, kwargs)
+
+    def _command(
+        self,
+        task: Task[Any, Any] | BoundTask[Any, Any],
+        settings: StepSettings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Child[Any]:
+        check_command(task, settings)
+        call = task.call(*args, **kwargs)
+        return Child(self._children, self._name(settings.name or call.task.name), call, settings.timeout_seconds)
 
     def _name(self, what: str) -> str:
         if current.get() is not self:
@@ -206,8 +217,7 @@ class Run:
 
         Raises ``DeadError`` if it becomes a dead letter and ``CancelledMessageError`` if it is taken back.
         """
-        call = task.call(*args, **kwargs)
-        return Child(self._children, self._name(call.task.name), call)
+        return self._command(task, settings_of(task), args, kwargs)
 
     def send(self, task: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Receipt[R]:
         """Send a message and do not wait for it; it leaves, once, with what the run records next."""
@@ -317,8 +327,10 @@ class BoundRun:
     """A run with options for a step."""
 
     run: Run
-    bound: StepOptions
+    bound: CallOptions
 
+    @overload
+    def step(self, function: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Child[R]: ...
     @overload
     def step(
         self, function: Callable[Concatenate[Context, P], Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
@@ -329,52 +341,10 @@ class BoundRun:
     ) -> Coroutine[Any, Any, R]: ...
     @overload
     def step(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
-    def step(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def step(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function with these options; see ``Run.step``."""
         return self.run._step(function, self.bound, args, kwargs)
 
-
-async def drive(workflow: Workflow[Any, Any], lease: Lease, tools: Tools) -> Outcome:
-    """Run a workflow until it waits, fails or is through, and return the outcome to be settled.
-
-    Raises what the workflow raised by itself, and ``LeaseLostError`` when somebody else owns the run.
-    """
-    arguments = workflow.signature.decode(lease.envelope.payload_inline or b"")
-    journal = Journal(lease.id, await read_journal(tools.store, lease), replay_count=lease.replay_count)
-    stretch = Stretch(lease, journal, tools)
-    run = Run(stretch)
-    token = current.set(run)
-    try:
-        result = await in_time(lambda: workflow.function(run, **arguments), workflow.timeout_seconds, workflow.name)
-        stretch.refuse()
-        journal.end()
-        done = workflow.signature.encode_result(result)
-        return Done(done, tuple(journal.sends), workflow.key_window, notes=tuple(journal.notes))
-    except BaseException as error:
-        return _outcome(workflow, stretch, stretch.over or error)
-    finally:
-        current.reset(token)
-
-
-def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseException) -> Outcome:
-    lease = stretch.lease
-    if stretch.parking and stretch.over is None:
-        return stretch.parked()
-    if isinstance(error, LeaseLostError) or stopped_from_outside(error):
-        raise error
-    if isinstance(error, ReplayError | UncertainError):
-        return until_a_person_acts(lease, error)
-    for kind, reason in _FOR_GOOD.items():
-        if isinstance(error, kind):
-            logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
-            return Dead(failure_of(error, reason), key_window=workflow.key_window)
-    raise error
-
-
-#: What a workflow that does not catch it dies of at once: tried again, it would be told the same.
-_FOR_GOOD: dict[type[Exception], str] = {
-    StepError: "step failed",
-    DeadError: "child failed",
-    CancelledMessageError: "child failed",
-    SignalTimeoutError: "no signal",
-}
+    def child(self, task: Task[P, R] | BoundTask[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Child[R]:
+        """Send a task or workflow with these options and wait for its result; see ``Run.child``."""
+        return self.run._command(task, settings_of(task).but(self.bound), args, kwargs)

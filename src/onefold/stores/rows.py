@@ -93,6 +93,7 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
         pinned=headers.pinned,
         gate=headers.gate,
         priority=headers.priority,
+        saga=headers.saga,
     )
 
 

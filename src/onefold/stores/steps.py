@@ -12,7 +12,7 @@ import msgspec
 
 from onefold import limits
 from onefold.errors import LeaseLostError, LimitError
-from onefold.step import OUTSIDE, Note, Step, StepKind, asked_name, child_line
+from onefold.step import OUTSIDE, UNDONE, Note, Step, StepKind, asked_name, child_line
 from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Parked, State
 
 _encode = msgspec.json.Encoder().encode
@@ -60,6 +60,16 @@ def check_outside(steps: Iterable[Step]) -> None:
             raise ValueError(f"only the owner of a message may record a {step.kind.name.lower()}")
 
 
+def takes_over(steps: Iterable[Step]) -> bool:
+    """Whether what an operator records is to be acted upon at once, whoever runs the message."""
+    return any(step.kind is StepKind.UNDO for step in steps)
+
+
+def act_of(steps: Iterable[Step]) -> str:
+    """Name what an operator does who records this."""
+    return "cancel" if takes_over(steps) else "resolve"
+
+
 def check_mailbox(message_id: str, wake: int, steps: Iterable[Step]) -> None:
     """Refuse signals to a run that has far too many already."""
     if wake > limits.SIGNALS_MAX and any(step.kind is StepKind.SIGNAL for step in steps):
@@ -88,10 +98,11 @@ def later_than(steps: Sequence[Step], name: str) -> list[Step]:
     return [*forgotten, *ended]
 
 
-def restart_line(steps: Iterable[Step]) -> Step:
-    """Return the line that says how often a run went back."""
+def restart_line(steps: Iterable[Step], forgotten: Iterable[Step]) -> Step:
+    """Return the line that says how often a run went back, and whether behind undos."""
+    undone = any(step.kind is StepKind.UNDO for step in forgotten)
     number = 1 + sum(step.kind is StepKind.RESTART for step in steps)
-    return Step(f"restart#{number}", StepKind.RESTART, b"null")
+    return Step(f"restart#{number}", StepKind.RESTART, UNDONE if undone else b"null")
 
 
 def step_of(row: Sequence[Any]) -> Step:

@@ -7,5 +7,6 @@ from onefold.testing.clock import FakeClock
 from onefold.testing.context import context
 from onefold.testing.drain import assert_idle, drain
 from onefold.testing.faults import Fault, FaultyStore, HastyClock
+from onefold.testing.undoing import try_undos
 
-__all__ = ["FakeClock", "Fault", "FaultyStore", "HastyClock", "assert_idle", "context", "drain"]
+__all__ = ["FakeClock", "Fault", "FaultyStore", "HastyClock", "assert_idle", "context", "drain", "try_undos"]

@@ -52,7 +52,7 @@ class Steps:
         if act is None:
             return await self._by_others(owner, steps)
         if stand := await self._by_hand(owner, steps):
-            await self._note_act(owner, "resolve", act)
+            await self._note_act(owner, lines.act_of(steps), act)
         return stand
 
     async def by_owners(self, recordings: Sequence[Recording]) -> list[list[Step] | None]:
@@ -96,8 +96,12 @@ class Steps:
         return await self._stand(told, rows)
 
     async def _by_hand(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
-        """Record as an operator, for a message that waits or is dead; returns nothing for any other."""
-        released = await self._wire.rows("record_by_hand", {"id": message_id, "now": self._now})
+        """Record as an operator, for a message that waits or is dead; returns nothing for any other.
+
+        What takes it over is recorded for any that is alive.
+        """
+        statement = "rewind" if lines.takes_over(steps) else "record_by_hand"
+        released = await self._wire.rows(statement, {"id": message_id, "now": self._now})
         if not released:
             return []
         self._woken.update(queue for (queue,) in released if queue is not None)
@@ -174,7 +178,7 @@ class Steps:
         await self._wire.rows("rewind_steps", {"id": message_id, "seqs": bigints([step.seq for step in forgotten])})
         names = texts([lines.blob_name(step) for step in forgotten])
         await self._wire.rows("rewind_parts", {"id": message_id, "names": names})
-        await self.write([(message_id, lines.restart_line(steps))])
+        await self.write([(message_id, lines.restart_line(steps, forgotten))])
         await self._note_act(message_id, "restart", act)
         return forgotten
 

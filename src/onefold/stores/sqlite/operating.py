@@ -11,7 +11,7 @@ from onefold.store import Act, Fenced, Purged, Registered, State
 from onefold.stores.sqlite.gates import LINE_RETENTION, next_place
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.steps import Steps
-from onefold.stores.steps import check_outside
+from onefold.stores.steps import act_of, check_outside
 
 _MOVABLE = (State.SCHEDULED, State.DISCARDED, State.CANCELLED)
 #: After a restore from backup numbers go on this far above: more messages than any backup can have missed.
@@ -63,7 +63,7 @@ def record(session: Session, owner: Fenced | str, steps: Sequence[Step], act: Ac
         check_outside(steps)
         return journal.by_others(owner, steps, now)
     if stand := journal.by_hand(owner, steps, now):
-        note_act(session, owner, "resolve", act)
+        note_act(session, owner, act_of(steps), act)
     return stand
 
 

@@ -55,8 +55,14 @@ class Steps:
         return stand
 
     def by_hand(self, message_id: str, steps: Sequence[Step], now: int) -> list[Step]:
-        """Record as an operator, for a message that waits or is dead; returns nothing for any other."""
-        if not self._rows("record_by_hand", now, message_id) and not self._rows("record_dead", message_id):
+        """Record as an operator, for a message that waits or is dead; returns nothing for any other.
+
+        What takes it over is recorded for any that is alive.
+        """
+        if lines.takes_over(steps):
+            if not self._rows("rewind", now, message_id):
+                return []
+        elif not self._rows("record_by_hand", now, message_id) and not self._rows("record_dead", message_id):
             return []
         return self.write(message_id, steps, now)[0]
 
@@ -97,7 +103,7 @@ class Steps:
         for step in forgotten:
             self._rows("rewind_step", step.seq)
             self._rows("rewind_parts", message_id, lines.blob_name(step))
-        self.write(message_id, [lines.restart_line(steps)], now)
+        self.write(message_id, [lines.restart_line(steps, forgotten)], now)
         return forgotten
 
     def resume(self, message_id: str, now: int) -> bool:

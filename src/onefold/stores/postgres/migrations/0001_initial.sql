@@ -140,7 +140,7 @@ CREATE TABLE onefold.progress (
 CREATE TABLE onefold.step (
     message_id uuid NOT NULL,
     name text COLLATE "C" NOT NULL,
-    kind smallint NOT NULL CHECK (kind BETWEEN 0 AND 11),
+    kind smallint NOT NULL CHECK (kind BETWEEN 0 AND 14),
     seq bigint GENERATED ALWAYS AS IDENTITY,
     at bigint NOT NULL,
     fingerprint bytea NOT NULL,
@@ -194,3 +194,52 @@ SELECT
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id;
+
+-- Sagas and their steps as their journals tell of them; ``app.saga_status`` says the same.
+CREATE VIEW onefold.saga_step AS
+SELECT
+    b.message_id AS id, b.name, b.at AS started_at,
+    (
+        SELECT max(r.at) FROM onefold.step r
+        WHERE r.message_id = b.message_id AND (
+            (r.kind = 0 AND r.name = b.name)
+            OR (r.kind = 10 AND (r.name = b.name OR substr(r.name, 1, length(b.name) + 1) = b.name || '@')
+                AND (convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
+    ) AS completed_at,
+    convert_from(b.value, 'UTF8')::json ->> 'undo' AS undo,
+    (
+        SELECT max(r.at) FROM onefold.step r
+        WHERE r.message_id = b.message_id AND (
+            (r.kind = 0 AND r.name = 'undo:' || b.name)
+            OR (r.kind = 10 AND (r.name = 'undo:' || b.name OR substr(r.name, 1, length('undo:' || b.name) + 1) = 'undo:' || b.name || '@')
+                AND (convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
+    ) AS undone_at
+FROM onefold.step b
+WHERE b.kind = 12;
+
+CREATE VIEW onefold.saga AS
+SELECT
+    m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.created_at,
+    o.ended_at,
+    CASE
+        WHEN o.state = 3 THEN 'completed'
+        WHEN convert_from(o.failure, 'UTF8')::json ->> 'reason' = 'compensated' THEN 'compensated'
+        WHEN o.state IS NOT NULL THEN 'failed'
+        WHEN EXISTS (
+            SELECT 1 FROM onefold.step s JOIN onefold.saga_step b ON b.id = s.message_id
+            WHERE s.message_id = m.id AND s.kind = 14 AND b.undone_at IS NULL
+                AND substr(s.name, 1, length(b.name) + 6) = 'undo:' || b.name || '!'
+        ) THEN 'stuck'
+        WHEN EXISTS (
+            SELECT 1 FROM onefold.step s
+            WHERE s.message_id = m.id AND s.kind = 13 AND (s.name = 'undo#' || d.replay_count
+                OR EXISTS (SELECT 1 FROM onefold.step b WHERE b.message_id = m.id AND b.kind = 12))
+        ) THEN 'compensating'
+        WHEN EXISTS (SELECT 1 FROM onefold.saga_step b WHERE b.id = m.id AND b.completed_at IS NOT NULL)
+            THEN 'completing'
+        ELSE 'started'
+    END AS status
+FROM onefold.message m
+LEFT JOIN onefold.delivery d ON d.id = m.id
+LEFT JOIN onefold.outcome o ON o.id = m.id
+WHERE (convert_from(m.headers, 'UTF8')::json ->> 'saga')::boolean;

@@ -150,7 +150,7 @@ CREATE TABLE onefold_step (
     seq INTEGER PRIMARY KEY,
     message_id TEXT NOT NULL,
     name TEXT NOT NULL,
-    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 11),
+    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 14),
     at INTEGER NOT NULL,
     fingerprint BLOB NOT NULL,
     -- Null when it is so large that it lies in parts.
@@ -203,3 +203,52 @@ SELECT
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq;
+
+-- Sagas and their steps as their journals tell of them; ``app.saga_status`` says the same.
+CREATE VIEW onefold_saga_step AS
+SELECT
+    b.message_id AS id, b.name, b.at AS started_at,
+    (
+        SELECT max(r.at) FROM onefold_step r
+        WHERE r.message_id = b.message_id AND (
+            (r.kind = 0 AND r.name = b.name)
+            OR (r.kind = 10 AND (r.name = b.name OR substr(r.name, 1, length(b.name) + 1) = b.name || '@')
+                AND CAST(r.value AS TEXT) ->> '$.state' = 3))
+    ) AS completed_at,
+    CAST(b.value AS TEXT) ->> '$.undo' AS undo,
+    (
+        SELECT max(r.at) FROM onefold_step r
+        WHERE r.message_id = b.message_id AND (
+            (r.kind = 0 AND r.name = 'undo:' || b.name)
+            OR (r.kind = 10 AND (r.name = 'undo:' || b.name OR substr(r.name, 1, length('undo:' || b.name) + 1) = 'undo:' || b.name || '@')
+                AND CAST(r.value AS TEXT) ->> '$.state' = 3))
+    ) AS undone_at
+FROM onefold_step b
+WHERE b.kind = 12;
+
+CREATE VIEW onefold_saga AS
+SELECT
+    m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.created_at,
+    o.ended_at,
+    CASE
+        WHEN o.state = 3 THEN 'completed'
+        WHEN CAST(o.failure AS TEXT) ->> '$.reason' = 'compensated' THEN 'compensated'
+        WHEN o.state IS NOT NULL THEN 'failed'
+        WHEN EXISTS (
+            SELECT 1 FROM onefold_step s JOIN onefold_saga_step b ON b.id = s.message_id
+            WHERE s.message_id = m.id AND s.kind = 14 AND b.undone_at IS NULL
+                AND substr(s.name, 1, length(b.name) + 6) = 'undo:' || b.name || '!'
+        ) THEN 'stuck'
+        WHEN EXISTS (
+            SELECT 1 FROM onefold_step s
+            WHERE s.message_id = m.id AND s.kind = 13 AND (s.name = 'undo#' || d.replay_count
+                OR EXISTS (SELECT 1 FROM onefold_step b WHERE b.message_id = m.id AND b.kind = 12))
+        ) THEN 'compensating'
+        WHEN EXISTS (SELECT 1 FROM onefold_saga_step b WHERE b.id = m.id AND b.completed_at IS NOT NULL)
+            THEN 'completing'
+        ELSE 'started'
+    END AS status
+FROM onefold_message m
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
+WHERE CAST(m.headers AS TEXT) ->> '$.saga';
