@@ -65,10 +65,3 @@ def store_url(request: pytest.FixtureRequest) -> str:
     """Every store in turn: a test that takes this runs once on each."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
-
-
-@pytest.fixture(params=["sqlite"])
-def gated_store_url(request: pytest.FixtureRequest) -> str:
-    """Every store that has gates; PostgreSQL is to follow, and then this is ``store_url``."""
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    return url

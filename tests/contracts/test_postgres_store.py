@@ -10,7 +10,7 @@ from onefold.stores import open_store
 from onefold.testing.contracts import Bench, GateContract, StoreContract, scenario
 
 
-class TestPostgresStore(StoreContract):
+class TestPostgresStore(StoreContract, GateContract):
     @pytest.fixture(autouse=True)
     def _database(self, postgres_url: str) -> None:
         self.url = postgres_url
@@ -22,13 +22,3 @@ class TestPostgresStore(StoreContract):
     async def test_what_it_says_about_itself(self, bench: Bench) -> None:
         said = bench.store.capabilities
         assert (said.transactional, said.shared, said.notifies) == (True, True, True)
-
-
-@pytest.mark.skip(reason="gates on PostgreSQL are being built")
-class TestPostgresGates(GateContract):
-    @pytest.fixture(autouse=True)
-    def _database(self, postgres_url: str) -> None:
-        self.url = postgres_url
-
-    def make_store(self, clock: Clock) -> Store:
-        return open_store(self.url, clock=clock)

@@ -37,8 +37,15 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def app(gated_store_url: str, clock: FakeClock) -> App:
-    return App(gated_store_url, clock=clock)
+def url(store_url: str) -> str:
+    """A store that is ready to be opened."""
+    asyncio.run(App(store_url).migrate())
+    return store_url
+
+
+@pytest.fixture
+def app(url: str, clock: FakeClock) -> App:
+    return App(url, clock=clock)
 
 
 class Busy:
@@ -229,9 +236,9 @@ async def test_a_rate_spreads_starts_over_time(app: App, clock: FakeClock) -> No
 
 
 @scenario
-async def test_a_worker_that_waits_for_tokens_looks_when_one_can_be_there(gated_store_url: str) -> None:
+async def test_a_worker_that_waits_for_tokens_looks_when_one_can_be_there(url: str) -> None:
     """F5: ten in half a second, not one in a second."""
-    app, done = App(gated_store_url), asyncio.Event()
+    app, done = App(url), asyncio.Event()
     left = 10
 
     @app.task(rate=Rate(20, per=1, burst=1))
@@ -250,9 +257,9 @@ async def test_a_worker_that_waits_for_tokens_looks_when_one_can_be_there(gated_
 
 
 @scenario
-async def test_what_was_sent_before_there_was_a_limit_is_limited_too(gated_store_url: str, clock: FakeClock) -> None:
+async def test_what_was_sent_before_there_was_a_limit_is_limited_too(url: str, clock: FakeClock) -> None:
     """F2: across a deployment, without using up an attempt; they join the line as they are found."""
-    before, after = App(gated_store_url, clock=clock), App(gated_store_url, clock=clock)
+    before, after = App(url, clock=clock), App(url, clock=clock)
     busy = Busy()
     attempts: list[int] = []
 

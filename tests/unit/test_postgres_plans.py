@@ -67,8 +67,6 @@ def plan_of(url: str, statement: str) -> str:
 @pytest.mark.parametrize(
     ("statement", "begins_with"),
     [
-        ("claim", "delivery_due"),
-        ("claim_crashed", "delivery_crashed"),
         ("claim_again", "delivery_lease"),
         ("find_worker", "delivery_lease"),
         ("find_crashed", "delivery_crashed"),

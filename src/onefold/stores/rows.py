@@ -97,10 +97,13 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
     )
 
 
-def lease_of(row: tuple[Any, ...], *, claimed_at: int, worker: str) -> Lease:
+def lease_of(
+    row: tuple[Any, ...], *, claimed_at: int, worker: str, gate: str | None = None, gap: bool = False
+) -> Lease:
     """Return the lease of a row just claimed, whose fence column still shows the fence before the claim."""
     fence, attempt, crashes, replay_count, wake = row[14:19]
-    return Lease(envelope_of(row), fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker, wake)
+    envelope = envelope_of(row)
+    return Lease(envelope, fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker, wake, gate, gap)
 
 
 def record_of(row: tuple[Any, ...]) -> Record:

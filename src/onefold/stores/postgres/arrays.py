@@ -82,6 +82,11 @@ def numbers(items: Iterable[float | None]) -> Column:
     return LiteralColumn("".join(("{", ",".join(["NULL" if n is None else str(n) for n in items]), "}")).encode())
 
 
+def flags(items: Iterable[bool]) -> Column:
+    """Return a ``boolean[]``."""
+    return LiteralColumn("".join(("{", ",".join(["t" if item else "f" for item in items]), "}")).encode())
+
+
 def ids(items: Iterable[str]) -> Column:
     """Return a ``uuid[]``; the server refuses what is not one."""
     return LiteralColumn("".join(("{", ",".join(items), "}")).encode())

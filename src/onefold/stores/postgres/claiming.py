@@ -9,11 +9,14 @@ One statement claims, and says whether leases have run out; only then they cost 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
-from onefold.stores.postgres.session import Claimed, Session, Wanted
+from onefold.stores.postgres.gatekeeper import Gatekeeper
+from onefold.stores.postgres.leasing import Claimed, Leasing, Wanted
+from onefold.stores.postgres.wire import Wire
 
 #: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
 NEAR_SECONDS = 0.25
@@ -88,45 +91,88 @@ class Claimer:
         self._further = Round(_FURTHER_SECONDS)
         self._everywhere = Round(_EVERYWHERE_SECONDS)
         self._overdue = Overdue(exact=exact)
+        self._gatekeeper = Gatekeeper()
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
+        #: What the last look has seen: whether there may be somebody at gates, and whether anybody has a priority.
+        self._gated = self._ranked = False
+        self._gates_first = False
 
     def look_everywhere(self) -> None:
         """Something may have come back before the place where the last look ended."""
         self._everywhere.make_due()
 
-    async def claim(self, session: Session, wanted: Wanted, repeated: bool) -> list[Lease]:
-        """Claim; what others have let run out is released if there is any, and claimed as far as there is room."""
+    def call(self, wanted: Wanted, now: int | None) -> Callable[[Wire, bool], Awaitable[list[Lease]]]:
+        """Return one call of claim, which may have to be made more than once.
+
+        It is several statements: if one fails because of what others do, those before it may have taken something.
+        """
+        begun = False
+
+        async def claim(wire: Wire, repeated: bool) -> list[Lease]:
+            nonlocal begun
+            repeated, begun = repeated or begun, True
+            return await self._claim_all(Leasing(wire, now), wanted, repeated)
+
+        return claim
+
+    async def _claim_all(self, leasing: Leasing, wanted: Wanted, repeated: bool) -> list[Lease]:
+        """Claim; what others have let run out is released if there is any, and claimed as far as there is room.
+
+        Those at gates and the others take turns at being asked first, for as many as are wanted.
+        A ``repeated`` call, whose first answer was lost, returns what it took then.
+        """
+        if repeated and (leases := await leasing.claimed(wanted)):
+            return leases
+        self._gates_first = self._gated and not self._gates_first
+        leases = await self._gatekeeper.claim(leasing, wanted) if self._gates_first else []
+        leases += await self._claim_open(leasing, _rest(wanted, leases))
+        if self._gated and not self._gates_first and len(leases) < wanted.limit:
+            leases += await self._gatekeeper.claim(leasing, _rest(wanted, leases))
+        return leases
+
+    async def _claim_open(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
+        """Claim what has no gate; with a limit of nothing only look around."""
         began_at, floor = _machine.steady(), self._overdue.floor(wanted.lease)
-        leases, now, run_out = await self._claim(session, wanted, floor, repeated)
-        if now is None or floor is None:
+        leases, now, run_out, self._gated, ranked = await self._claim(leasing, wanted, floor)
+        if ranked and not self._ranked and wanted.lane is not Lane.PROBATION:
+            self._ranked = True
+            leases = (await self._claim(leasing, wanted, None)).leases
+        self._ranked = ranked
+        if floor is None:
             return leases
         self._overdue.looked(floor, began_at)
-        released = await session.release_expired(floor, _EXPIRED_MAX) if run_out else 0
+        released = await leasing.release_expired(floor, _EXPIRED_MAX) if run_out else 0
         if released < _EXPIRED_MAX:
             self._overdue.none_before(now)
         if released:
             self.look_everywhere()
         if released and len(leases) < wanted.limit:
-            more = replace(wanted, limit=wanted.limit - len(leases))
-            leases += (await self._claim(session, more, None, repeated=False)).leases
+            more = await self._claim(leasing, _rest(wanted, leases), None)
+            self._gated = more.gated
+            leases += more.leases
         return leases
 
-    async def _claim(self, session: Session, wanted: Wanted, lease_floor: int | None, repeated: bool) -> Claimed:
+    async def _claim(self, leasing: Leasing, wanted: Wanted, lease_floor: int | None) -> Claimed:
         began_at = _machine.steady()
         everywhere, further = self._everywhere.is_due() or self._exact, self._further.is_due()
         back = round((_FURTHER_BACK_SECONDS if further else NEAR_SECONDS) * MICROSECONDS)
         seen = self._seen.setdefault((wanted.lane, tuple(wanted.types)), {})
         floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in wanted.queues]
-        claimed = await session.claim(wanted, floors, lease_floor=lease_floor, repeated=repeated)
+        claimed = await leasing.claim(wanted, floors, lease_floor=lease_floor, ranked=self._ranked)
         if everywhere:
             self._everywhere.done(began_at)
         if everywhere or further:
             self._further.done(began_at)
-        for one in claimed.leases:  # in the order of their due times, so the last of each queue remains
-            seen[one.envelope.queue] = one.envelope.due_at
-        if claimed.now is not None and len(claimed.leases) < wanted.limit:
+        without = [one.envelope for one in claimed.leases if not one.envelope.priority]
+        for envelope in without:  # in the order of their due times, so the last of each queue remains
+            seen[envelope.queue] = envelope.due_at
+        if len(claimed.leases) < wanted.limit and (self._ranked or not claimed.ranked):
             # The server looked at its clock after it was asked, so this is never too late.
             asked_at = claimed.now - (_machine.steady() - began_at)
             seen.update(dict.fromkeys(wanted.queues, asked_at))
         return claimed
+
+
+def _rest(wanted: Wanted, leases: list[Lease]) -> Wanted:
+    return replace(wanted, limit=wanted.limit - len(leases)) if leases else wanted

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from onefold import limits
@@ -19,7 +20,7 @@ from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
-from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, numbers, texts
+from onefold.stores.postgres.arrays import Column, bigints, blobs, flags, ids, numbers, texts
 from onefold.stores.postgres.wire import Named, Speaker
 
 #: Messages in one statement: enough to forget what a statement costs, few enough for the server's working memory.
@@ -78,11 +79,17 @@ async def _store_in_turn(wire: Speaker, now: int | None, envelopes: Sequence[Env
 
 
 async def _store_chunk(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> set[str]:
-    with_key = [e for e in envelopes if e.keyed] if keyed else []
-    without = [e for e in envelopes if not e.keyed] if keyed else envelopes
-    kinds = (("put", with_key), ("put_unkeyed", without))
-    statements: list[Named] = [(name, {**_columns(those), "now": now}) for name, those in kinds if those]
+    kinds = [("put" if keyed and by_key else "put_unkeyed", those) for by_key, those in _alike(envelopes)]
+    statements: list[Named] = [(name, {**_columns(those), "now": now}) for name, those in kinds]
     return {taken for rows in await wire.rows_of_each(statements) for (taken,) in rows}
+
+
+def _alike(envelopes: Sequence[Envelope]) -> list[tuple[bool, Sequence[Envelope]]]:
+    """Put together what has a key, and what has none; in a line nobody may overtake another by that."""
+    if any(e.ordering_key is not None for e in envelopes):
+        return [(by_key, list(those)) for by_key, those in groupby(envelopes, key=lambda e: e.keyed)]
+    kinds = {True: [e for e in envelopes if e.keyed], False: [e for e in envelopes if not e.keyed]}
+    return [(by_key, those) for by_key, those in kinds.items() if those]
 
 
 def _columns(envelopes: Sequence[Envelope]) -> dict[str, Column]:
@@ -102,7 +109,28 @@ def _columns(envelopes: Sequence[Envelope]) -> dict[str, Column]:
         "delays": bigints([e.delay for e in envelopes]),
         "dues": bigints([e.due_at for e in envelopes]),
         "claimed_as": texts([e.claimed_as for e in envelopes]),
+        **_gates(envelopes),
     }
+
+
+_NO_GATES = {"gates": texts([]), "priorities": numbers([]), "ordered": flags([]), "sequences": numbers([])}
+
+
+def _gates(envelopes: Sequence[Envelope]) -> dict[str, Column]:
+    """Return what is to be said about gates; most messages know none, and cost nothing here."""
+    if not any(is_special(e) for e in envelopes):
+        return _NO_GATES
+    return {
+        "gates": texts([e.gated_by for e in envelopes]),
+        "priorities": numbers([e.priority for e in envelopes]),
+        "ordered": flags([e.ordering_key is not None for e in envelopes]),
+        "sequences": numbers([e.sequence for e in envelopes]),
+    }
+
+
+def is_special(e: Envelope) -> bool:
+    """Whether a message waits at a gate or has a priority."""
+    return e.gate is not None or e.ordering_key is not None or e.priority != 0
 
 
 def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
@@ -124,6 +152,10 @@ def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
         "delay": e.delay,
         "due": e.due_at,
         "claimed_as": e.claimed_as,
+        "gate": e.gated_by,
+        "priority": e.priority,
+        "ordered": e.ordering_key is not None,
+        "sequence": e.sequence,
     }
 
 

@@ -11,14 +11,16 @@
 -- Keys are written in their order, so that two senders of the same keys wait for each other in one direction.
 -- Whoever won its key is new, so nothing can be in the way of its message; those who did not are returned.
 -- When all of them won, which is the rule, nobody is looked up.
+-- Where nobody waits at a gate, what is said about gates is left empty, and is null for everybody.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (
     SELECT * FROM unnest(%(ids)s::uuid[], %(types)s::text[], %(versions)s::bigint[], %(queues)s::text[],
         %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
         %(retentions)s::bigint[], %(payloads)s::bytea[], %(headers)s::bytea[], %(fingerprints)s::bytea[],
-        %(delays)s::bigint[], %(dues)s::bigint[], %(claimed_as)s::text[])
+        %(delays)s::bigint[], %(dues)s::bigint[], %(claimed_as)s::text[], %(gates)s::text[],
+        %(priorities)s::smallint[], %(ordered)s::boolean[], %(sequences)s::bigint[])
     AS g (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id, subject, retention,
-        payload, headers, fingerprint, delay, due_at, claimed_as)
+        payload, headers, fingerprint, delay, due_at, claimed_as, gate, priority, ordered, sequence)
 ),
 won AS (
     INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
@@ -37,8 +39,9 @@ message AS (
 ),
 delivery AS (
     INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-        replay_count)
-    SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
+        replay_count, priority, gate, place)
+    SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0,
+        coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, nextval('onefold.place')) END
     FROM (
         SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
     ) dated
@@ -55,9 +58,10 @@ given AS MATERIALIZED (
     SELECT * FROM unnest(%(ids)s::uuid[], %(types)s::text[], %(versions)s::bigint[], %(queues)s::text[],
         %(keys)s::text[], %(correlations)s::text[], %(causations)s::text[], %(subjects)s::text[],
         %(retentions)s::bigint[], %(payloads)s::bytea[], %(headers)s::bytea[], %(delays)s::bigint[],
-        %(dues)s::bigint[], %(claimed_as)s::text[])
+        %(dues)s::bigint[], %(claimed_as)s::text[], %(gates)s::text[], %(priorities)s::smallint[],
+        %(ordered)s::boolean[], %(sequences)s::bigint[])
     AS g (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id, subject, retention,
-        payload, headers, delay, due_at, claimed_as)
+        payload, headers, delay, due_at, claimed_as, gate, priority, ordered, sequence)
 ),
 stored AS (
     INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
@@ -69,8 +73,9 @@ stored AS (
     RETURNING id
 )
 INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-    replay_count)
-SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0
+    replay_count, priority, gate, place)
+SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0,
+    coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, nextval('onefold.place')) END
 FROM (
     SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
 ) dated
@@ -96,8 +101,11 @@ stored AS (
     RETURNING id, queue, retention,
         CASE %(due)s::bigint WHEN 0 THEN created_at + %(delay)s::bigint ELSE %(due)s::bigint END AS due_at
 )
-INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
-SELECT id, queue, %(claimed_as)s::text, 0, due_at, CASE retention WHEN 0 THEN 0 ELSE due_at + retention END, 1, 0, 0, 0
+INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count,
+    priority, gate, place)
+SELECT id, queue, %(claimed_as)s::text, 0, due_at, CASE retention WHEN 0 THEN 0 ELSE due_at + retention END, 1, 0, 0, 0,
+    %(priority)s::smallint, %(gate)s::text,
+    CASE WHEN %(ordered)s::boolean THEN coalesce(%(sequence)s::bigint, nextval('onefold.place')) END
 FROM stored
 RETURNING 1
 
@@ -183,15 +191,22 @@ SELECT count(*) FROM released
 -- The few that workers died with are passed over when `crashes_most` is 0.
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
 -- The rows come in no order, because sorting them here would copy them once more.
--- One more, without an id, says what time it is and, from a floor on, whether leases have run out: an idle worker would
--- need a second statement to find that out.
+-- One more, without an id, says what time it is, whether leases have run out from a floor on, whether there may be
+-- somebody at gates, and whether anybody has a priority, in which case nobody is claimed here but by claim_ranked.
+-- Otherwise an idle worker would need a statement for each.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+ranked AS MATERIALIZED (
+    SELECT EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NULL AND priority > 0) AS found
+),
 picked AS MATERIALIZED (
     SELECT due.id
     FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) AS q (queue, floor)
     CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
-        WHERE queue = q.queue AND state = 0 AND due_at >= q.floor AND due_at <= (SELECT now FROM clock)
+        WHERE NOT (SELECT found FROM ranked) AND queue = q.queue AND state = 0 AND gate IS NULL AND priority = 0
+            AND due_at >= q.floor AND due_at <= (SELECT now FROM clock)
             AND message_type = ANY (%(types)s::text[]) AND crashes <= %(crashes_most)s
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
@@ -216,8 +231,76 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
         SELECT FROM onefold.delivery
         WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
-    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, NULL, NULL, now
-FROM clock
+    THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
+    THEN 1 ELSE 0 END,
+    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
+FROM clock CROSS JOIN ranked
+
+-- name: claim_ranked
+-- claim, when somebody has a priority: the first of each level, and of those whoever has waited longest when a step of
+-- priority counts as much as waiting for it.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+ranked AS MATERIALIZED (
+    SELECT EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NULL AND priority > 0) AS found
+),
+picked AS MATERIALIZED (
+    SELECT due.id
+    FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) AS q (queue, floor)
+    CROSS JOIN LATERAL (
+        SELECT id FROM (
+            SELECT id, due_at AS rank FROM (
+                SELECT id, due_at FROM onefold.delivery
+                WHERE queue = q.queue AND state = 0 AND gate IS NULL AND priority = 0
+                    AND due_at >= q.floor AND due_at <= (SELECT now FROM clock)
+                    AND message_type = ANY (%(types)s::text[]) AND crashes <= %(crashes_most)s
+                ORDER BY due_at LIMIT %(limit)s
+                FOR UPDATE SKIP LOCKED
+            ) without
+            UNION ALL
+            SELECT id, due_at - level * %(step)s::bigint FROM generate_series(1, %(top)s::int) AS level
+            CROSS JOIN LATERAL (
+                SELECT id, due_at FROM onefold.delivery
+                WHERE queue = q.queue AND state = 0 AND gate IS NULL AND priority = level AND priority > 0
+                    AND due_at <= (SELECT now FROM clock)
+                    AND message_type = ANY (%(types)s::text[]) AND crashes <= %(crashes_most)s
+                ORDER BY due_at LIMIT %(limit)s
+                FOR UPDATE SKIP LOCKED
+            ) on_level
+        ) waiting
+        ORDER BY rank LIMIT %(limit)s
+    ) due
+    LIMIT %(limit)s
+),
+taken AS (
+    UPDATE onefold.delivery
+    SET state = 1, fence = fence + 1, lease_until = (SELECT now FROM clock) + %(lease)s::bigint,
+        worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END, wake_target = NULL,
+        call = %(call)s::bigint
+    WHERE id = ANY (ARRAY(SELECT id FROM picked))
+    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake
+)
+SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
+    m.subject, m.created_at, m.retention, m.payload, m.headers,
+    t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock)
+FROM taken t
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
+    THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
+    THEN 1 ELSE 0 END,
+    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
+FROM clock CROSS JOIN ranked
 
 -- name: claim_crashed
 -- claim for those that workers died with, which are few and have an index of their own.
@@ -228,7 +311,7 @@ picked AS MATERIALIZED (
     FROM unnest(%(queues)s::text[]) AS q (queue)
     CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
-        WHERE queue = q.queue AND crashes > 0 AND lease_until IS NULL AND due_at <= (SELECT now FROM clock)
+        WHERE queue = q.queue AND crashes > 0 AND lease_until IS NULL AND gate IS NULL AND due_at <= (SELECT now FROM clock)
             AND message_type = ANY (%(types)s::text[])
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
@@ -252,7 +335,15 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
         SELECT FROM onefold.delivery
         WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
-    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, NULL, NULL, now
+    THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
+    THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NULL AND priority > 0)
+    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
 FROM clock
 
 -- name: claim_again
@@ -260,7 +351,7 @@ FROM clock
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     d.due_at, d.expires_at, d.fence - 1, d.attempt, d.crashes, d.replay_count, d.wake,
-    d.lease_until - %(lease)s::bigint
+    d.lease_until - %(lease)s::bigint, d.gate
 FROM onefold.delivery d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 WHERE d.state = 1 AND d.lease_until > 0 AND d.call = %(call)s::bigint
@@ -425,11 +516,16 @@ attempt AS (
 SELECT id::text, fence FROM given WHERE ((id, fence) IN (SELECT id, fence FROM again)) IS NOT TRUE
 
 -- name: settle_hand_back
+-- Some are given a gate, and if they are ordered a place at the end of its line.
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) AS g (id, fence)
 ),
 back AS (
-    UPDATE onefold.delivery SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL
+    UPDATE onefold.delivery
+    SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
+        gate = coalesce((%(gates)s::text[])[array_position(%(ids)s::uuid[], id)], gate),
+        place = CASE WHEN (%(gates)s::text[])[array_position(%(ids)s::uuid[], id)] IS NULL THEN place
+            WHEN (%(ordered)s::boolean[])[array_position(%(ids)s::uuid[], id)] THEN nextval('onefold.place') END
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence
 )
@@ -455,20 +551,24 @@ SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(id
 -- Stands for move_redrive, move_reopened and move_act.
 -- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
 -- When its window is over its key may already be another message's, so it is too late then.
+-- In its line it stands where its number says, or else behind all others.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 reopened AS (
     DELETE FROM onefold.outcome o USING onefold.message m
     WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND o.kept_until > (SELECT now FROM clock)
         AND m.id = o.id AND m.payload IS NOT NULL
-    RETURNING o.id, o.queue, m.retention, o.fence, o.replay_count, m.message_type || CASE
-        WHEN (convert_from(m.headers, 'UTF8')::json ->> 'pinned')::boolean THEN '@' || m.schema_version ELSE '' END
-        AS claimed_as
+    RETURNING o.id, o.queue, m.retention, o.fence, o.replay_count, m.message_type, m.schema_version,
+        convert_from(m.headers, 'UTF8')::json AS headers
 ),
 delivered AS (
     INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-        replay_count)
-    SELECT id, queue, claimed_as, 0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0,
-        replay_count + 1
+        replay_count, priority, gate, place)
+    SELECT id, queue, message_type || CASE WHEN (headers ->> 'pinned')::boolean THEN '@' || schema_version ELSE '' END,
+        0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0, replay_count + 1,
+        coalesce((headers ->> 'priority')::smallint, 0),
+        coalesce(headers ->> 'gate', message_type || ':' || (headers ->> 'ordering_key')),
+        CASE WHEN headers ->> 'ordering_key' IS NOT NULL
+            THEN coalesce((headers ->> 'sequence')::bigint, nextval('onefold.place')) END
     FROM reopened CROSS JOIN clock
 ),
 act AS (
@@ -498,7 +598,14 @@ SELECT id::text, queue FROM discarded
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 cancelled AS (
     DELETE FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[])
-    RETURNING id, queue, fence, attempt, crashes, replay_count
+    RETURNING id, queue, fence, attempt, crashes, replay_count, gate, place
+),
+passed AS (
+    INSERT INTO onefold.gate AS g (gate, last, expires_at)
+    SELECT gate, max(place), max(now) + %(line_retention)s::bigint FROM cancelled CROSS JOIN clock
+    WHERE place >= 0 GROUP BY gate ORDER BY gate
+    ON CONFLICT (gate) DO UPDATE
+    SET last = greatest(g.last, excluded.last), expires_at = greatest(g.expires_at, excluded.expires_at)
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,

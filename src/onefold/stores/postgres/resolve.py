@@ -7,14 +7,38 @@ Only the lock of the row it had changed does: whoever gets it knows that the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from onefold.errors import CommitUnknownError
+from onefold.step import Step
 from onefold.store import Again, HandBack, Lease, Parked, State
 from onefold.stores.postgres.arrays import ids
+from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.session import Session
 from onefold.stores.postgres.settlements import Settlement
+from onefold.stores.postgres.transaction import OwnTransaction
 from onefold.stores.postgres.wire import Wire
+
+
+async def was_committed(link: Link, session_of: Callable[[Wire], Session], transaction: OwnTransaction) -> bool:
+    """Whether a transaction was committed, as told by whatever it has written."""
+    settled, stored = transaction.settled, transaction.stored
+    if settled:
+        return await link.run(lambda wire, _: was_settled(wire, settled))
+    if stored:
+        return await link.run(lambda wire, _: was_stored(wire, stored[0]))
+    if transaction.recorded is not None:
+        recorded = transaction.recorded
+        return await link.run(lambda wire, _: _was_recorded(wire, session_of(wire), *recorded))
+    raise CommitUnknownError(
+        "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
+    )
+
+
+async def _was_recorded(wire: Wire, session: Session, message_id: str, step: Step) -> bool:
+    async with wire.transaction():
+        return await session.journals.was_recorded(message_id, step)
 
 
 async def settle_again(wire: Wire, session: Session, settlements: Sequence[Settlement]) -> list[bool]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
@@ -17,7 +16,6 @@ from onefold.store import (
     Counts,
     Done,
     Fenced,
-    Lane,
     Lease,
     Progress,
     Purged,
@@ -31,43 +29,29 @@ from onefold.store import (
 )
 from onefold.stores.postgres.arrays import bigints, ids, numbers, texts
 from onefold.stores.postgres.put import Putter, store_fresh
-from onefold.stores.postgres.settlements import SETTLES, Settlement, brings_more, fenced, sends_of
+from onefold.stores.postgres.settlements import (
+    Settlement,
+    brings_more,
+    fenced,
+    is_numbered,
+    passing,
+    sends_of,
+    settling,
+)
 from onefold.stores.postgres.steps import Steps, lines_of
-from onefold.stores.postgres.wire import Named, Row, Speaker
-from onefold.stores.rows import attempt_of, lease_of, progress_of, record_of
+from onefold.stores.postgres.wire import Named, Speaker
+from onefold.stores.rows import attempt_of, progress_of, record_of
 from onefold.stores.steps import notes_of
 
 #: Comes before every id.
 FIRST_ID = "00000000-0000-0000-0000-000000000000"
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
+_PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
+_LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one call of claim asks for."""
-
-    queues: Sequence[str]
-    types: Sequence[str]
-    limit: int
-    lease: float
-    worker: str
-    lane: Lane
-    #: By which it is known should its answer be lost.
-    call: int
-
-
-class Claimed(NamedTuple):
-    """What one statement has claimed, and what it saw beside it."""
-
-    leases: list[Lease]
-    #: The store's time; None when only an earlier answer was asked for again.
-    now: int | None = None
-    #: Whether leases had run out, from the floor on.
-    run_out: bool = False
 
 
 class Session:
@@ -114,40 +98,7 @@ class Session:
         act = Act(actor="sender", reason="sent again with if_dead='redrive'")
         return bool(await self.move([message_id], State.SCHEDULED, act))
 
-    # claim
-
-    async def release_expired(self, floor: int, limit: int) -> int:
-        """Make messages claimable whose lease ran out since ``floor``; return how many they were."""
-        rows = await self.wire.rows("claim_expired", {"now": self._now, "floor": floor, "limit": limit})
-        released: int = rows[0][0]
-        return released
-
-    async def claim(self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None, repeated: bool) -> Claimed:
-        """Take due messages; of each queue only those that were due at its floor or later.
-
-        With a ``lease_floor`` also look for leases that ran out since then.
-        A ``repeated`` call, whose first answer was lost, returns what it took then.
-        """
-        lane = wanted.lane
-        parameters: dict[str, Any] = {
-            "now": self._now,
-            "queues": texts(wanted.queues),
-            "floors": bigints(floors),
-            "lease_floor": lease_floor,
-            "types": texts(wanted.types),
-            "limit": wanted.limit,
-            "lease": round(wanted.lease * MICROSECONDS),
-            "worker": wanted.worker,
-            "call": wanted.call,
-            "crashes_most": 0 if lane is Lane.MAIN else _NO_LIMIT,
-            # Whoever runs lanes reports by itself what was running when a process died.
-            "suspect_after": limits.SUSPECT_AFTER if lane is Lane.ANY else _NO_LIMIT,
-        }
-        if repeated and (rows := await self.wire.rows("claim_again", parameters)):
-            return Claimed(_leases_of(rows, wanted))
-        rows = await self.wire.rows("claim_crashed" if lane is Lane.PROBATION else "claim", parameters)
-        seen = rows.pop()
-        return Claimed(_leases_of(rows, wanted), now=seen[19], run_out=bool(seen[12]))
+    # lease
 
     async def extend(self, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
         # An id that is not a UUID cannot be in the table.
@@ -181,7 +132,7 @@ class Session:
     # settle
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        if len(settlements) == 1 and isinstance(settlements[0][1], Done):
+        if len(settlements) == 1 and isinstance(settlements[0][1], Done) and not is_numbered(settlements[0]):
             rows = await self.wire.rows("settle_one", self._ending_one(settlements[0][0], settlements[0][1]))
             won = [bool(rows[0][0])]
         else:
@@ -199,9 +150,17 @@ class Session:
         if notes := notes_of(held):
             await self.journals.tell(notes)
 
+    def _passing(self, ending: Sequence[Settlement]) -> Named:
+        """Return what lets those through who wait for these numbers."""
+        return "gate_passed", {**passing(ending), "now": self._now, "line_retention": _LINE_RETENTION}
+
     def concluding(self, lease: Lease, outcome: Done) -> list[Named]:
         """Return what settles one success as the last thing in its transaction, or fails."""
-        return [("settle_planned", {}), ("settle_one", self._ending_one(lease, outcome, strictly=True))]
+        last: list[Named] = [
+            ("settle_planned", {}),
+            ("settle_one", self._ending_one(lease, outcome, strictly=True)),
+        ]
+        return [*last, self._passing([(lease, outcome)])] if is_numbered((lease, outcome)) else last
 
     def _ending_one(self, lease: Lease, outcome: Done, *, strictly: bool = False) -> dict[str, Any]:
         return {
@@ -220,7 +179,7 @@ class Session:
         left = list(range(len(settlements)))
         while left:
             once = {settlements[place][0].envelope.id: place for place in reversed(left)}
-            those = [settlements[place] for place in once.values()]
+            those = [settlements[place] for place in sorted(once.values())]
             lost = await self._settle_once(those)
             for place in once.values():
                 lease = settlements[place][0]
@@ -230,11 +189,9 @@ class Session:
 
     async def _settle_once(self, settlements: Sequence[Settlement]) -> set[tuple[Any, ...]]:
         """Settle, each message once; return id and fence of those whose lease was stale."""
-        statements: list[Named] = []
-        for kind, (name, columns) in SETTLES.items():
-            those = [settlement for settlement in settlements if type(settlement[1]) is kind]
-            if those:
-                statements.append((name, {**columns(those), "now": self._now}))
+        statements: list[Named] = [(name, {**given, "now": self._now}) for name, given in settling(settlements)]
+        if ending := [one for one in settlements if is_numbered(one)]:
+            statements.append(self._passing(ending))
         lost = {lost for rows in await self.wire.rows_of_each(statements) for lost in rows}
         if any(fence < 0 for _, fence in lost):
             self.woken |= {lease.envelope.queue for lease, _ in settlements if (lease.envelope.id, -1) in lost}
@@ -253,6 +210,7 @@ class Session:
             "actor": act.actor,
             "reason": act.reason,
             "key_window": round(limits.KEY_WINDOW * MICROSECONDS),
+            "line_retention": _LINE_RETENTION,
         }
         moved: dict[str, str] = dict(await self.wire.rows(_MOVES[to], parameters))
         if to is State.SCHEDULED:
@@ -299,6 +257,7 @@ class Session:
         bodies = await self.wire.rows("purge_bodies", given)
         messages = await self.wire.rows("purge_messages", given)
         await self.wire.rows("purge_keys", given)
+        await self.wire.rows("purge_gates", given)
         register = await self.wire.rows("purge_register", given)
         return Purged(bodies=len(bodies), messages=len(messages), register=len(register))
 
@@ -344,17 +303,3 @@ class Session:
         for queue, number, oldest_at in await self.wire.rows("count_dead"):
             counts.setdefault(queue, {}).update(dead=number, oldest_dead_at=oldest_at)
         return {queue: Counts(**numbers) for queue, numbers in counts.items()}
-
-
-def _leases_of(rows: list[Row], wanted: Wanted) -> list[Lease]:
-    """Return the leases, those of the first queue first, each queue's in the order of their due times."""
-    if len(wanted.queues) > 1:
-        place = {queue: number for number, queue in enumerate(wanted.queues)}
-        rows.sort(key=lambda row: (place[row[3]], row[12], row[0]))
-    else:
-        rows.sort(key=_by_due_time)
-    return [lease_of(row, claimed_at=row[19], worker=wanted.worker) for row in rows]
-
-
-def _by_due_time(row: tuple[Any, ...]) -> tuple[int, str]:
-    return row[12], row[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
 from onefold.store import Again, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked
-from onefold.stores.postgres.arrays import Column, bigints, blobs, ids, texts
+from onefold.stores.postgres.arrays import Column, bigints, blobs, flags, ids, texts
 from onefold.stores.postgres.steps import parking
 from onefold.stores.rows import encode_failure
 
@@ -88,14 +88,48 @@ def _again(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
 
 
 def _handed_back(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
-    return fenced([lease for lease, _ in settlements])
+    return {
+        **fenced([lease for lease, _ in settlements]),
+        "gates": texts([outcome.gate for _, outcome in settlements]),
+        "ordered": flags([outcome.ordered for _, outcome in settlements]),
+    }
+
+
+def is_numbered(settlement: Settlement) -> bool:
+    """Whether a message ends for whose number others may wait."""
+    lease, outcome = settlement
+    return lease.envelope.sequence is not None and isinstance(outcome, Done | Dead) and lease.gate is not None
+
+
+def passing(settlements: Sequence[Settlement]) -> dict[str, Column]:
+    """Return the numbers that end with these settlements."""
+    return {
+        "ids": ids([lease.id for lease, _ in settlements]),
+        "gates": texts([lease.gate for lease, _ in settlements]),
+        "sequences": bigints([lease.envelope.sequence or 0 for lease, _ in settlements]),
+    }
 
 
 #: Which statement settles which outcome, and with what.
-SETTLES: Mapping[type[Outcome], tuple[str, Callable[[Sequence[tuple[Lease, Any]]], dict[str, Column]]]] = {
+_SETTLES: Mapping[type[Outcome], tuple[str, Callable[[Sequence[tuple[Lease, Any]]], dict[str, Column]]]] = {
     Done: ("settle_done", _done),
     Dead: ("settle_dead", _dead),
     Again: ("settle_again", _again),
     HandBack: ("settle_hand_back", _handed_back),
     Parked: ("settle_park", parking),
 }
+
+
+def settling(settlements: Sequence[Settlement]) -> Iterator[tuple[str, dict[str, Column]]]:
+    """Return which statements settle these, and with what.
+
+    Those who are given a gate are settled one by one, because they join its line in this order.
+    """
+    for kind, (name, columns) in _SETTLES.items():
+        those = [settlement for settlement in settlements if type(settlement[1]) is kind]
+        if kind is HandBack:
+            adopted = [one for one in those if isinstance(one[1], HandBack) and one[1].gate is not None]
+            yield from ((name, columns([one])) for one in adopted)
+            those = [one for one in those if one not in adopted] if adopted else those
+        if those:
+            yield name, columns(those)

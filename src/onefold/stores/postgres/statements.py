@@ -18,7 +18,11 @@ from psycopg.abc import Buffer
 from onefold.stores.postgres.arrays import BigintColumn, BlobColumn, LiteralColumn, TextColumn
 from onefold.stores.sql import load_statements
 
-SQL = {**load_statements("onefold.stores.postgres"), **load_statements("onefold.stores.postgres", "steps.sql")}
+SQL = {
+    name: text
+    for file in ("queries.sql", "steps.sql", "gates.sql")
+    for name, text in load_statements("onefold.stores.postgres", file).items()
+}
 
 #: Whatever the server's default is: the rules for keys and fences are made for this level.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"

@@ -15,7 +15,7 @@ import psycopg
 
 from onefold.clock import Clock, system_random
 from onefold.envelope import Envelope
-from onefold.errors import CommitUnknownError, StoreError
+from onefold.errors import StoreError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
@@ -41,10 +41,11 @@ from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
 from onefold.stores.postgres.faults import BlockedError
+from onefold.stores.postgres.leasing import Wanted
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
 from onefold.stores.postgres.restoring import restore
-from onefold.stores.postgres.session import Session, Wanted
+from onefold.stores.postgres.session import Session
 from onefold.stores.postgres.settlements import Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
 from onefold.stores.postgres.steps import Recording
@@ -295,12 +296,10 @@ class PostgresStore:
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
     ) -> list[Lease]:
-        wanted = Wanted(queues, types, limit, lease, worker, lane, _chance.getrandbits(_CALL_BITS))
-
-        async def work(wire: Wire, repeated: bool) -> list[Lease]:
-            return await self._claimer.claim(self._session(wire), wanted, repeated)
-
-        return await self._use("claim").run(work)
+        call = _chance.getrandbits(_CALL_BITS)
+        wanted = Wanted(queues, types, limit, lease, worker, lane, call, gatings, at_once)
+        now = None if self._clock is None else self._clock.now()
+        return await self._use("claim").run(self._claimer.call(wanted, now))
 
     async def extend(self, leases: Sequence[Fenced], *, lease: float, starting: bool = False) -> list[bool]:
         return await self._use("spare").run(lambda wire, _: self._session(wire).extend(leases, lease, starting))
@@ -344,23 +343,7 @@ class PostgresStore:
         self._bell.ring(own.queues, back=own.came_back)
 
     async def _was_committed(self, transaction: OwnTransaction) -> bool:
-        settled, stored = transaction.settled, transaction.stored
-        if settled:
-            return await self._use("settle").run(lambda wire, _: resolve.was_settled(wire, settled))
-        if stored:
-            return await self._use("settle").run(lambda wire, _: resolve.was_stored(wire, stored[0]))
-        if transaction.recorded is not None:
-            return await self._was_recorded(*transaction.recorded)
-        raise CommitUnknownError(
-            "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
-        )
-
-    async def _was_recorded(self, message_id: str, step: Step) -> bool:
-        async def work(wire: Wire, _: bool) -> bool:
-            async with wire.transaction():
-                return await self._session(wire).journals.was_recorded(message_id, step)
-
-        return await self._use("settle").run(work)
+        return await resolve.was_committed(self._use("settle"), self._session, transaction)
 
     async def restored(self) -> int:
         self._use("claim")

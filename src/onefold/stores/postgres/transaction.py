@@ -220,11 +220,11 @@ def came_back(settlements: Iterable[Settlement]) -> bool:
 
 
 def settled_queues(settlements: Iterable[Settlement]) -> set[str]:
-    """Return the queues in which settling these has left something to claim now."""
+    """Return the queues in which settling these has left something to claim now; a gate lets the next one through."""
     settlements = list(settlements)
     back = {
         lease.envelope.queue
         for lease, outcome in settlements
-        if isinstance(outcome, HandBack) or (isinstance(outcome, Again) and not outcome.delay)
+        if lease.gate is not None or isinstance(outcome, HandBack) or (isinstance(outcome, Again) and not outcome.delay)
     }
     return back | queues_to_ring(sends_of(settlements))

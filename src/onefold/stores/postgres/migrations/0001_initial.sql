@@ -51,6 +51,10 @@ CREATE TABLE onefold.delivery (
     wake_target bigint,
     -- Which call of claim took it, so that a lost answer can be asked for again.
     call bigint,
+    priority smallint NOT NULL DEFAULT 0,
+    -- At which gate it waits, if at any; and in a line, where: its number, or a place before all numbers.
+    gate text COLLATE "C",
+    place bigint,
     queue text COLLATE "C" NOT NULL,
     message_type text COLLATE "C" NOT NULL,
     worker text,
@@ -70,11 +74,39 @@ CREATE TABLE onefold.delivery (
 );
 
 -- What may be claimed, in the order in which it is: one short range per queue.
-CREATE INDEX delivery_due ON onefold.delivery (queue, due_at) WHERE state = 0;
+CREATE INDEX delivery_due ON onefold.delivery (queue, due_at) WHERE state = 0 AND gate IS NULL AND priority = 0;
+-- The same for those with a priority, which are looked at level by level.
+CREATE INDEX delivery_priority ON onefold.delivery (queue, priority, due_at)
+    WHERE state = 0 AND gate IS NULL AND priority > 0;
+-- Who waits at gates without an order; the gates themselves are found by leaping from one to the next.
+CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, due_at)
+    WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
+-- Lines, each beginning with its head, whatever state that is in.
+CREATE INDEX delivery_line ON onefold.delivery (gate, place) WHERE place IS NOT NULL;
+-- Of a line one message runs at a time, whatever the races.
+CREATE UNIQUE INDEX delivery_turn ON onefold.delivery (gate) WHERE place IS NOT NULL AND state = 1;
+-- Who runs behind a gate: caps are counted from these.
+CREATE INDEX delivery_inside ON onefold.delivery (gate) WHERE state = 1 AND gate IS NOT NULL;
 -- Leases that may have run out.
 CREATE INDEX delivery_lease ON onefold.delivery (lease_until) WHERE state = 1;
 -- Messages that workers died with: few, and some workers take nothing else.
 CREATE INDEX delivery_crashed ON onefold.delivery (queue, due_at) WHERE crashes > 0;
+
+-- Places of messages without a number, in the order of their puts.
+CREATE SEQUENCE onefold.place MINVALUE -4611686018427387904 START -4611686018427387904 MAXVALUE -1;
+
+-- What must be known of a gate beside its messages: its tokens as of an instant, and the last number that has ended.
+-- The row of a name without a key stands for all gates of that name.  Who lets somebody through a limited gate holds it.
+CREATE TABLE onefold.gate (
+    gate text COLLATE "C" PRIMARY KEY,
+    tokens double precision,
+    at bigint,
+    last bigint,
+    -- When nothing about it is worth knowing any more.
+    expires_at bigint NOT NULL
+);
+
+CREATE INDEX gate_expires ON onefold.gate (expires_at);
 
 CREATE TABLE onefold.outcome (
     id uuid PRIMARY KEY,

@@ -1,0 +1,245 @@
+"""Claiming what waits at gates: which gates are looked at, who of those there may be next, and taking them.
+
+Gates are looked at in portions, each claim beginning where the last one ended, so one with very many messages costs no
+more than one with a single one, and none is forgotten.
+What is seen is not yet taken: a line's head is taken by the fence it was seen with, so nobody needs a lock to look.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+from psycopg import errors
+
+from onefold import limits
+from onefold.clock import MICROSECONDS, SystemClock, system_random
+from onefold.gate import Gating, name_of
+from onefold.store import Lane, Lease
+from onefold.stores.postgres.arrays import bigints, ids, texts
+from onefold.stores.postgres.leasing import Leasing, Wanted
+from onefold.stores.postgres.places import Places
+from onefold.stores.postgres.wire import Row
+from onefold.stores.rows import lease_of
+
+#: How often a claim is made again that met others at the same gates, and how long it gives way to them.
+_TRIES_MAX = 5
+_GIVE_WAY_SECONDS = 0.003
+#: Limited gates that are held at once: each is a row that others have to pass by meanwhile.
+_HELD_MAX = 32
+_PORTION = limits.GATES_PER_CLAIM
+
+_machine = SystemClock()
+_chance = system_random()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Somebody who may be next at a gate: the head of a line, or the first of those who wait without an order."""
+
+    gate: str
+    gating: Gating
+    #: The head of a line, by id and fence; empty where there is no order.
+    id: str = ""
+    fence: int = 0
+    gap: bool = False
+    #: Where there is no order: in which queue, up to which priority, and how many may be taken.
+    queue: str = ""
+    top: int = 0
+    number: int = 1
+
+
+class Cursor:
+    """Where the next look begins: in the lines, and in each queue among the gates without an order."""
+
+    def __init__(self) -> None:
+        self.line = ""
+        self.crowds: dict[str, str] = {}
+        #: Whether lines are looked at first, which they are in every second look.
+        self.lines_first = False
+
+
+class Gatekeeper:
+    """Claims for one store what waits at gates."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[tuple[Lane, tuple[str, ...]], Cursor] = {}
+
+    async def claim(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
+        """Take who may pass, no more than are wanted; of those with limits no more than can begin at once."""
+        key = (wanted.lane, tuple(sorted(wanted.queues)))
+        look = _Look(leasing, wanted, self._cursors.setdefault(key, Cursor()))
+        return await look.claim()
+
+
+class _Look:
+    """One claim."""
+
+    def __init__(self, leasing: Leasing, wanted: Wanted, cursor: Cursor) -> None:
+        self._wire = leasing.wire
+        self._wanted = wanted
+        self._asked = leasing.asking(wanted)
+        self._cursor = cursor
+        self._limit = wanted.limit
+        #: How many with limits may still begin.
+        self._room = wanted.limit if wanted.at_once is None else min(wanted.limit, wanted.at_once)
+        self._leases: list[Lease] = []
+        #: Names of gates that let nobody through any more.
+        self._shut: set[str] = set()
+
+    async def claim(self) -> list[Lease]:
+        self._cursor.lines_first = not self._cursor.lines_first
+        walks = [self._walk_lines, self._walk_crowds]
+        for walk in walks if self._cursor.lines_first else reversed(walks):
+            before, portions, more = len(self._leases), 0, self._limit > 0
+            while more and len(self._leases) == before and portions < limits.GATE_PORTIONS_MAX:
+                try:
+                    more = await walk(first=portions == 0)
+                except errors.UniqueViolation:
+                    # Somebody who backed off was let through meanwhile: what was seen is out of date.
+                    await self._give_way()
+                portions += 1
+        return self._leases
+
+    # looking
+
+    async def _walk_lines(self, *, first: bool) -> bool:
+        """Look at a portion of lines and take what may run; False when there are no more behind them."""
+        after, is_crashed = self._cursor.line, self._wanted.lane is Lane.PROBATION
+        asked = {**self._asked, "after": after, "portion": _PORTION}
+        rows = await self._wire.rows("lines_crashed" if is_crashed else "lines_after", asked)
+        seen = [row[0] for row in rows]
+        if behind := [row[0] for row in rows if row[4] and self._gating(row[0]).on_failure == "skip"]:
+            asked = {**self._asked, "gates": texts(behind), "portion": limits.PASSED_OVER_MAX + 1}
+            rows += await self._wire.rows("line_front", asked)
+        heads = [self._head(row) for row in rows if row[3]]
+        taken = await self._take([head for head in heads if head is not None])
+        if is_crashed:
+            return False
+        self._cursor.line = self._stop(seen, taken)
+        return bool(self._cursor.line or (first and after))
+
+    def _stop(self, seen: Sequence[str], taken: Sequence[str]) -> str:
+        """Return where the next look begins: after who was taken last if there was no more room, or after all seen."""
+        if taken and self._limit == 0:
+            return taken[-1]
+        if len(seen) < _PORTION:
+            return ""
+        name = name_of(seen[-1])
+        # Behind all gates of a name that lets nobody through.
+        return f"{name};" if name in self._shut else seen[-1]
+
+    def _head(self, row: Row) -> Waiting | None:
+        gate, id_, fence, _, _, gap, waited = row
+        gating = self._gating(gate)
+        if gap and gating.gap == "wait" and waited < gating.gap_seconds * MICROSECONDS:
+            return None
+        return Waiting(gate, gating, id_, fence, gap and gating.gap != "skip")
+
+    async def _walk_crowds(self, *, first: bool) -> bool:
+        """The same for a portion of gates without an order."""
+        queues, cursors, is_crashed = self._wanted.queues, self._cursor.crowds, self._wanted.lane is Lane.PROBATION
+        afters = [cursors.get(queue, "") for queue in queues]
+        asked = {**self._asked, "afters": texts(afters), "portion": _PORTION}
+        rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
+        taken = await self._take(
+            [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
+        )
+        if is_crashed:
+            return False
+        for queue in queues:
+            seen = [row[1] for row in rows if row[0] == queue]
+            cursors[queue] = self._stop(seen, [gate for gate in taken if gate in seen])
+        return any(cursors[queue] or (first and after) for queue, after in zip(queues, afters, strict=True))
+
+    def _gating(self, gate: str) -> Gating:
+        name = name_of(gate)
+        return self._wanted.gatings.get(name) or Gating(name=name)
+
+    # taking
+
+    async def _take(self, waiting: Sequence[Waiting]) -> list[str]:
+        """Take as many as may be taken; return their gates in the order in which they were seen."""
+        before = len(self._leases)
+        await self._take_free([one for one in waiting if not one.gating.is_limited])
+        limited = [one for one in waiting if one.gating.is_limited]
+        while limited := [one for one in limited if one.gating.name not in self._shut]:
+            if min(self._room, self._limit) <= 0:
+                self._shut |= {one.gating.name for one in limited}
+            else:
+                await self._take_limited(limited[:_HELD_MAX])
+                limited = limited[_HELD_MAX:]
+        gates = {lease.gate for lease in self._leases[before:]}
+        return [one.gate for one in waiting if one.gate in gates]
+
+    async def _take_free(self, waiting: Sequence[Waiting]) -> None:
+        """Take in turns, as long as there is room and somebody left."""
+        while waiting and self._limit > 0:
+            share = -(-self._limit // len(waiting))
+            leases = await self._let_through([one if one.id else replace(one, number=share) for one in waiting])
+            self._keep(leases)
+            taken = Counter(lease.gate for lease in leases)
+            waiting = [one for one in waiting if not one.id and taken[one.gate] >= share]
+
+    async def _take_limited(self, waiting: Sequence[Waiting]) -> None:
+        """Hold the gates' rows, count who runs, let through as many as there are places and tokens, and commit."""
+        for _ in range(_TRIES_MAX):
+            places = Places(self._wanted.gatings, [one.gate for one in waiting])
+            async with self._wire.transaction():
+                contested = await places.hold(self._wire, self._asked["now"])
+                shares = places.allot([(one.gate, bool(one.id)) for one in waiting], min(self._room, self._limit))
+                leases = await self._let_through(
+                    [replace(one, number=number) for one, number in zip(waiting, shares, strict=True) if number]
+                )
+                await places.spend(self._wire, [lease.gate or "" for lease in leases])
+            self._shut |= places.shut
+            if leases or not contested:
+                self._keep(leases)
+                self._room -= len(leases)
+                return
+            await self._give_way()
+
+    async def _let_through(self, waiting: Sequence[Waiting]) -> list[Lease]:
+        heads = [one for one in waiting if one.id][: self._limit]
+        others = [one for one in waiting if not one.id]
+        statements: list[tuple[str, Mapping[str, Any]]] = []
+        if heads:
+            given = {"ids": ids([one.id for one in heads]), "fences": bigints([one.fence for one in heads])}
+            statements.append(("claim_lines", {**self._asked, **given}))
+        if others:
+            gates: dict[str, Any] = {
+                "queues": texts([one.queue for one in others]),
+                "gates": texts([one.gate for one in others]),
+                "tops": bigints([one.top for one in others]),
+                "counts": bigints([one.number for one in others]),
+                "limit": self._limit - len(heads),
+            }
+            statements.append(("claim_crowds", {**self._asked, **gates}))
+        if not statements:
+            return []
+        rows = [row for answer in await self._wire.rows_of_each(statements) for row in answer]
+        return self._in_turn(waiting, rows)
+
+    def _in_turn(self, waiting: Sequence[Waiting], rows: Iterable[Row]) -> list[Lease]:
+        """Return the leases: the first of each gate, then the second of each, and so on."""
+        seen = {one.gate: (place, one.gap) for place, one in enumerate(waiting)}
+        leases: dict[str, list[Lease]] = {}
+        for row in sorted(rows, key=itemgetter(21)):
+            gate = row[20]
+            lease = lease_of(row, claimed_at=row[19], worker=self._wanted.worker, gate=gate, gap=seen[gate][1])
+            leases.setdefault(gate, []).append(lease)
+        turns: list[tuple[int, int, Lease]] = []
+        for gate, those in leases.items():
+            turns += [(turn, seen[gate][0], lease) for turn, lease in enumerate(those)]
+        turns.sort(key=lambda turn: turn[:2])
+        return [lease for _, _, lease in turns]
+
+    def _keep(self, leases: Sequence[Lease]) -> None:
+        self._leases += leases
+        self._limit -= len(leases)
+
+    async def _give_way(self) -> None:
+        await _machine.sleep(_GIVE_WAY_SECONDS * _chance.uniform(0.5, 1.0))
