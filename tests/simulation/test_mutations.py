@@ -10,16 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from onefold import App, Context, State
+from onefold import App, Context, State, children, limits
 from onefold.envelope import Envelope
+from onefold.journal import Journal as RunJournal
+from onefold.step import Note, Step
 from onefold.store import Lease, Outcome, PutOptions, Query, Stored
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite import putting as sqlite_putting
+from onefold.stores.sqlite import steps as sqlite_steps
 from onefold.stores.sqlite import transaction as sqlite_transaction
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.session import SQL, Session
 from onefold.stores.sqlite.settling import settle
+from onefold.stores.sqlite.steps import SQL as STEPS
+from onefold.stretch import Stretch
 from onefold.testing import HastyClock, drain
 from onefold.testing.checker import Effect, Entry, Final, Journal, check
 from onefold.testing.crash import Point, crash_points
@@ -30,9 +35,9 @@ from onefold.work import Work
 SEEDS_MAX = 400
 
 
-def _seed_that_finds(*kinds: str) -> int:
+def _seed_that_finds(*kinds: str, runs: bool = False) -> int:
     """Run seeds until one shows a violation of these kinds."""
-    with Simulation() as simulation:
+    with Simulation(runs=runs) as simulation:
         for seed in range(SEEDS_MAX):
             result = simulation.run(seed)
             found = [violation for violation in result.report.violations if violation.kind in kinds]
@@ -143,6 +148,80 @@ def test_the_simulation_finds_the_defect(
     seed = _seed_that_finds(*kinds)
     monkeypatch.undo()
     with Simulation() as simulation:
+        result = simulation.run(seed)
+    assert not result.report, f"it was found without the defect too: {result}"
+
+
+# the mutants of runs
+
+
+def _park_without_looking(patch: pytest.MonkeyPatch) -> None:
+    """Parking overlooks what others recorded since the claim."""
+    patch.setitem(STEPS, "settle_park", STEPS["settle_park"].replace("wake < ?1", "?1 IS NOT NULL"))
+
+
+def _let_a_late_reply_overwrite(patch: pytest.MonkeyPatch) -> None:
+    """Of two lines with the same name the last one stands."""
+    late = "ON CONFLICT (message_id, name, kind) DO UPDATE SET value = excluded.value"
+    patch.setitem(STEPS, "record_step", STEPS["record_step"].replace("ON CONFLICT DO NOTHING", late))
+
+
+def _take_a_signal_twice(patch: pytest.MonkeyPatch) -> None:
+    """A wait is given the oldest signal, whether or not another wait had it."""
+    original = RunJournal.take_signal
+
+    def take_signal(self: RunJournal, name: str, signal: str) -> Step | None:
+        self._taken.clear()
+        return original(self, name, signal)
+
+    patch.setattr(RunJournal, "take_signal", take_signal)
+
+
+def _forget_the_timer(patch: pytest.MonkeyPatch) -> None:
+    """A run that sleeps is parked without an end."""
+    patch.setattr(sqlite_steps, "_due_at", lambda outcome, now: limits.INSTANT_MAX)
+
+
+def _record_a_step_apart(patch: pytest.MonkeyPatch) -> None:
+    """The rows of a step first, its record in a transaction of its own afterwards."""
+    original = Stretch._commit
+
+    async def commit(
+        self: Stretch, lines: Sequence[Step], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
+    ) -> list[Step]:
+        async def nothing(transaction: object) -> None: ...
+
+        if context is not None and context.in_transaction:
+            await context.commit_with(nothing)
+        return await original(self, lines, sends, notes, None)
+
+    patch.setattr(Stretch, "_commit", commit)
+
+
+def _let_any_child_answer(patch: pytest.MonkeyPatch) -> None:
+    """What was sent before a restart answers for what was sent after it."""
+    patch.setattr(children, "answer_line", lambda name, restarts: name)
+    patch.setattr(RunJournal, "ended", lambda self, name: next(iter(reversed(self._ends.get(name, ()))), None))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kinds"),
+    [
+        (_park_without_looking, ("stuck",)),
+        (_let_a_late_reply_overwrite, ("wrong",)),
+        (_take_a_signal_twice, ("duplicated",)),
+        (_forget_the_timer, ("stuck",)),
+        (_record_a_step_apart, ("duplicated", "torn")),
+        (_let_any_child_answer, ("wrong",)),
+    ],
+)
+def test_the_simulation_of_runs_finds_the_defect(
+    mutate: Callable[[pytest.MonkeyPatch], None], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    seed = _seed_that_finds(*kinds, runs=True)
+    monkeypatch.undo()
+    with Simulation(runs=True) as simulation:
         result = simulation.run(seed)
     assert not result.report, f"it was found without the defect too: {result}"
 

@@ -1,4 +1,4 @@
-"""Two thousand hostile worlds, none of which may break the promise; and the simulation itself is what it claims."""
+"""Thousands of hostile worlds, none of which may break the promise; and the simulation itself is what it claims."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from onefold.testing.simulation import Simulation, main
 #: Blocks are what pytest-xdist spreads over the cores.
 BLOCKS = 8
 SEEDS_PER_BLOCK = 250
+RUN_SEEDS_PER_BLOCK = 25
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -32,9 +33,24 @@ def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, 
         assert sum(fault in event for event in events) > SEEDS_PER_BLOCK // 50, fault
 
 
-def test_the_same_seed_makes_the_same_history() -> None:
-    with Simulation() as first, Simulation() as second:
-        for seed in range(20):
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_seed_breaks_a_run(block: int, record_property: Callable[[str, object], None]) -> None:
+    """H1 to H8: each step takes effect once, no wake-up is lost, and what a run saw is what its journal says."""
+    number = RUN_SEEDS_PER_BLOCK
+    record_property("simulated worlds of workflows", number)
+    with Simulation(runs=True) as simulation:
+        results = [simulation.run(seed) for seed in range(block * number, (block + 1) * number)]
+    failed = [str(result) for result in results if result.report]
+    assert not failed, "\n\n".join(failed)
+    events = [line.partition(" ")[2] for result in results for line in result.history]
+    for event in (": kill", ": lose", ": stopped", "told ", "restart ", "resume ", "redrive", "cancel"):
+        assert sum(event in one for one in events) > number // 20, event
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_the_same_seed_makes_the_same_history(runs: bool) -> None:
+    with Simulation(runs=runs) as first, Simulation(runs=runs) as second:
+        for seed in range(10):
             assert first.run(seed).history == second.run(seed).history
         assert first.run(1).history != first.run(2).history
 

@@ -50,6 +50,7 @@ class Journeys(Workload):
         "CREATE TABLE step_effect (number INTEGER PRIMARY KEY, run TEXT, step TEXT, restarts INTEGER, fence INTEGER, "
         "position INTEGER)",
     )
+    options = " --runs"
     kinds = ("ladder", "letters", "letters", "family", "family", "write")
 
     def __init__(self, world: Any) -> None:

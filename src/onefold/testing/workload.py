@@ -62,6 +62,8 @@ class Workload:
         "CREATE TABLE effect (number INTEGER PRIMARY KEY, key TEXT, message TEXT, fence INTEGER, position INTEGER)",
         "CREATE TABLE orders (key TEXT PRIMARY KEY)",
     )
+    #: With which options the command line makes such worlds.
+    options = ""
     #: The tasks that producers send.
     kinds: tuple[str, ...] = ("write", "order", "relay", "relay-now", "parent")
 

@@ -68,9 +68,12 @@ class Result:
     seed: int
     report: Report
     history: list[str] = field(repr=False)
+    #: What the command line needs besides the seed to make the same world.
+    options: str = ""
 
     def __str__(self) -> str:
-        return f"seed {self.seed}:\n{self.report}\nreplay with: python -m onefold.testing.simulation --seed {self.seed}"
+        command = f"python -m onefold.testing.simulation{self.options} --seed {self.seed}"
+        return f"seed {self.seed}:\n{self.report}\nreplay with: {command}"
 
 
 class World:
@@ -205,7 +208,7 @@ class World:
             store.break_off()
             store._process.dead = True
         self.loop.bury()
-        return Result(self.seed, report, self.history)
+        return Result(self.seed, report, self.history, self.work.options)
 
     async def _everything(self) -> None:
         producers = self.chance.choice(["producer", "operator"]), self.chance.choice(["producer", "operator"])
