@@ -273,7 +273,13 @@ class Run:
         Takes steps, children, waits and coroutines that use the run; children wake the run once, when all have ended.
         If some fail, all are waited for, and the first of them in this order is raised.
         """
-        self._stretch.refuse()
+        try:
+            self._stretch.refuse()
+        except BaseException:
+            for one in awaitables:
+                if isinstance(one, Coroutine):
+                    one.close()  # nobody will await it, and nobody is to be warned of that
+            raise
         here = branch.get()
         number = self._journal.ordinal(f"{here}gather")
         return self._gather(f"{here}gather#{number}.", awaitables)

@@ -17,7 +17,7 @@ from onefold.testing.simulation import Simulation, main
 #: Blocks are what pytest-xdist spreads over the cores.
 BLOCKS = 8
 SEEDS_PER_BLOCK = 250
-RUN_SEEDS_PER_BLOCK = 25
+RUN_SEEDS_PER_BLOCK = 16
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
