@@ -52,7 +52,12 @@ def worker(
     ] = limits.CONCURRENCY,
     queue: Annotated[
         list[str] | None,
-        typer.Option("--queue", "-q", help="Work on this queue only; repeatable.", rich_help_panel=_HOW_MUCH),
+        typer.Option(
+            "--queue",
+            "-q",
+            help="Work on this queue only, with :N on N of its messages at once; repeatable.",
+            rich_help_panel=_HOW_MUCH,
+        ),
     ] = None,
     max_messages: Annotated[
         int | None,
