@@ -61,6 +61,7 @@ async def run(app: App, url: str, options: argparse.Namespace, notes: Path) -> d
     ends: dict[int, float] = {}
     command = [sys.executable, __file__, "--work", url, str(notes), *_same(options)]
     chance = random.Random(options.seed)
+    await app.migrate()
     async with app:
         await app.send_many(app.tasks["job"].call(n) for n in range(options.tasks))
         crew = [hire(command) for _ in range(options.processes)]

@@ -62,12 +62,6 @@ class World:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, store_url: str) -> World:
+def world(store_url: str) -> World:
     """Each store in turn."""
-    if store_url.startswith("postgres") and request.module.__name__ in _GATED:
-        pytest.skip("gates on PostgreSQL are being built")
     return World(store_url)
-
-
-#: Promises that PostgreSQL does not keep yet; see ``gated_store_url``.
-_GATED = ("test_caps_hold", "test_lines_keep_their_order")
