@@ -40,7 +40,7 @@ from onefold.errors import (
     UncertainError,
 )
 from onefold.gate import Rate
-from onefold.inspection import DeadLetter
+from onefold.inspection import DeadGroup, DeadLetter
 from onefold.receipt import Receipt
 from onefold.recurring import Schedule
 from onefold.retry import RetryPolicy
@@ -77,6 +77,7 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "DeadError",
+    "DeadGroup",
     "DeadLetter",
     "DeadNotice",
     "Debounced",

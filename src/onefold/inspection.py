@@ -6,6 +6,8 @@ The command line, the dashboard and user code all go through here, so every act 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -23,9 +25,11 @@ from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
 
 __all__ = [
     "OPEN",
+    "DeadGroup",
     "DeadLetter",
     "cancel",
     "chronicle",
+    "dead_groups",
     "dead_letters",
     "discard",
     "held_by",
@@ -123,6 +127,31 @@ async def dead_letters(
         if len(page) < limits.PAGE:
             return
         after = page[-1].envelope.id
+
+
+@dataclass(frozen=True, slots=True)
+class DeadGroup:
+    """Dead letters of one queue and type that died of the same kind of error."""
+
+    queue: str
+    message_type: str
+    reason: str
+    error_type: str
+    count: int
+    #: When the first of them became a dead letter.
+    oldest_at: datetime
+
+
+async def dead_groups(store: Store, *, queue: str | None = None) -> list[DeadGroup]:
+    """Count the dead letters by queue, type and error, the largest group first; reads every one of them."""
+    found: dict[tuple[str, str, str, str], list[datetime]] = {}
+    async for letter in dead_letters(store, queue=queue):
+        message, failure = letter.message, letter.failure
+        group = (message.queue, message.message_type, failure.reason, failure.error_type)
+        if letter.failed_at is not None:
+            found.setdefault(group, []).append(letter.failed_at)
+    groups = [DeadGroup(*group, len(times), min(times)) for group, times in found.items()]
+    return sorted(groups, key=lambda one: (-one.count, one.oldest_at))
 
 
 async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:

@@ -12,7 +12,7 @@ from onefold import inspection, limits
 from onefold.chain import Chain, read_chain
 from onefold.clock import MICROSECONDS
 from onefold.errors import ConfigurationError
-from onefold.inspection import DeadLetter
+from onefold.inspection import DeadGroup, DeadLetter
 from onefold.recurring import Keeper, Schedule, check_policy, template_of
 from onefold.registry import Registry
 from onefold.schedule import Catchup
@@ -81,6 +81,13 @@ class OperatorVerbs:
     def dead_letters(self, *, queue: str | None = None, message_type: str | None = None) -> AsyncIterator[DeadLetter]:
         """Go through the dead letters, oldest first: ``async for letter in app.dead_letters()``."""
         return inspection.dead_letters(self.store, queue=queue, message_type=message_type)
+
+    async def dead_groups(self, *, queue: str | None = None) -> list[DeadGroup]:
+        """Return how many dead letters there are of each type and kind of error, and since when; the most first.
+
+        Reads every dead letter: for people and for a scrape a minute, not for every request; ``count`` is cheap.
+        """
+        return await inspection.dead_groups(self.store, queue=queue)
 
     async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
         """Reopen dead letters in one commit; returns the ids this call reopened.

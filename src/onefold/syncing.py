@@ -16,7 +16,7 @@ from onefold.context import Context
 from onefold.effects import LedgerEntry
 from onefold.errors import ConfigurationError
 from onefold.identity import KeySource
-from onefold.inspection import DeadLetter
+from onefold.inspection import DeadGroup, DeadLetter
 from onefold.options import TaskOptions
 from onefold.portal import Portal
 from onefold.running import DeclareStep, WorkflowOptions
@@ -63,6 +63,10 @@ class SyncVerbs:
         letters = self._run(lambda: _dead_letters(self.app, queue, message_type))
         while (letter := self._portal.run(_next(letters))) is not None:
             yield SyncDeadLetter(letter, self._portal)
+
+    def dead_groups(self, *, queue: str | None = None) -> list[DeadGroup]:
+        """Return how many dead letters there are of each type and kind of error, and since when; the most first."""
+        return self._run(lambda: self.app.dead_groups(queue=queue))
 
     def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
         """Reopen dead letters in one commit; returns the ids this call reopened."""

@@ -18,6 +18,7 @@ from onefold import (
     Batch,
     Call,
     Context,
+    DeadGroup,
     Envelope,
     Item,
     Receipt,
@@ -256,6 +257,7 @@ def transactions() -> None:
 def people() -> None:
     """D5, P6."""
     assert_type(shop.dead_letters(queue="default"), Iterator[SyncDeadLetter])
+    assert_type(shop.dead_groups(), list[DeadGroup])
     for letter in shop.dead_letters():
         assert_type(letter.redrive(actor="ada", reason="fixed"), bool)
         assert_type(letter.as_dict(), dict[str, Any])

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
 import onefold
-from onefold import App, Call, Context, DeadLetter, Envelope, Receipt, RetryPolicy, State, Task
+from onefold import App, Call, Context, DeadGroup, DeadLetter, Envelope, Receipt, RetryPolicy, State, Task
 from onefold.store import Counts, Query, Record
 from onefold.task import BoundTask
 
@@ -172,6 +172,7 @@ async def people() -> None:
         await letter.redrive("ada", "fixed")  # type: ignore[call-arg]
     assert_type(await app.send_many([plain.call(1)], batch_key="b"), list[Receipt[Any]])
     assert_type(await app.find(Query(states=(State.DEAD,))), list[Record])
+    assert_type(await app.dead_groups(queue="default"), list[DeadGroup])
     assert_type(await app.count(), dict[str, Counts])
     assert_type(await app.work(until_idle=True), int)
     assert_type(app.tasks, dict[str, Task[Any, Any]])

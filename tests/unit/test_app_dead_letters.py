@@ -286,3 +286,35 @@ def test_a_letter_prints_without_its_payload(bench: Bench) -> None:
         assert repr(letter) == f"<dead letter {sent.id} charge (attempts exhausted)>"
 
     bench.run(scenario)
+
+
+def test_letters_are_counted_by_type_and_error_with_the_oldest_of_each(bench: Bench) -> None:
+    """D9: both, per type and per error group."""
+
+    @bench.app.task(retry=RetryPolicy(max_attempts=1))
+    async def parse(what: str) -> None:
+        raise {"value": ValueError, "key": KeyError}[what]("no")
+
+    @bench.app.task(queue="mail", retry=RetryPolicy(max_attempts=1))
+    async def post() -> None:
+        raise Reject("never")
+
+    async def scenario() -> None:
+        assert await bench.app.dead_groups() == []
+        for call in (parse.call("value"), parse.call("key"), post.call(), parse.call("value")):
+            await bench.app.send_many([call])
+            await bench.work()
+            bench.clock.advance(60)
+        first = min(one.oldest_at for one in await bench.app.dead_groups())
+        told = [
+            (one.queue, one.message_type, one.reason, one.error_type, one.count, one.oldest_at - first)
+            for one in await bench.app.dead_groups()
+        ]
+        assert told == [
+            ("default", "parse", "attempts exhausted", "ValueError", 2, timedelta(0)),
+            ("default", "parse", "attempts exhausted", "KeyError", 1, timedelta(seconds=60)),
+            ("mail", "post", "rejected", "onefold.errors.Reject", 1, timedelta(seconds=120)),
+        ]
+        assert [one.message_type for one in await bench.app.dead_groups(queue="mail")] == ["post"]
+
+    bench.run(scenario)

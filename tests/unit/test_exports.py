@@ -23,6 +23,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "ConfigurationError",
         "Context",
         "DeadError",
+        "DeadGroup",
         "DeadLetter",
         "DeadNotice",
         "Debounced",
