@@ -37,7 +37,7 @@ async def drive(workflow: Workflow[Any, Any], lease: Lease, tools: Tools, refusa
     ``refusal`` says why a saga must not go on, so that it is undone.
     Raises what the workflow raised by itself, and ``LeaseLostError`` when somebody else owns the run.
     """
-    lines = await read_journal(tools.store, lease)
+    lines = await (read_journal(tools.store, lease) if tools.journals is None else tools.journals.read(lease))
     if isinstance(workflow, Saga) and (cause := cause_of(lines, lease.replay_count)) is not None:
         return await compensate(workflow, lease, tools, lines, cause, refusal)
     if refusal is not None:

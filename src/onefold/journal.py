@@ -257,9 +257,14 @@ _FIRST_CLAIM = 2
 _signal_value = ResultCodec(Any, most=limits.PAYLOAD_BYTES_MAX, field="signal")
 
 
+def has_journal(lease: Lease) -> bool:
+    """Whether there can be lines: somebody owned the message before, or has told it something."""
+    return lease.fence > _FIRST_CLAIM or lease.wake > 0
+
+
 async def read_journal(store: Store, lease: Lease) -> list[Step]:
     """Return the lines of a claimed message; asks nobody when there can be none."""
-    return [] if lease.fence <= _FIRST_CLAIM and not lease.wake else await store.steps(lease.id)
+    return await store.steps(lease.id) if has_journal(lease) else []
 
 
 def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:

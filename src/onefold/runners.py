@@ -98,7 +98,12 @@ class Runners:
 
     def _dismiss(self, runner: asyncio.Task[None]) -> None:
         del self._tasks[runner]
-        if not runner.cancelled() and (error := runner.exception()) and not self.broken.done():
+        if runner.cancelled():
+            return
+        if (error := runner.exception()) is None:
+            # Between its last look at the supply and now it still took a place, so a call may have been in vain.
+            self.call()
+        elif not self.broken.done():
             self.broken.set_exception(error)
 
     async def _run_supply(self) -> None:

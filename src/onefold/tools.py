@@ -9,6 +9,7 @@ from typing import Any
 
 from onefold.clock import Clock
 from onefold.progress import Bearer
+from onefold.reading import ReadAhead
 from onefold.store import Store
 from onefold.transaction import Prepare
 
@@ -29,3 +30,4 @@ class Tools:
     held_until: Callable[[], int]
     middleware: Sequence[Middleware] = ()
     bearer: Bearer | None = None
+    journals: ReadAhead | None = None

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from onefold import App, ConfigurationError, Context, Query, State, limits
+from onefold.fleet import WorkerSettings
+from onefold.runners import Runners
+from onefold.settling import Held
 from onefold.store import Counts, Lease
 from onefold.testing.clock import FakeClock
 from onefold.worker import Worker
@@ -458,3 +461,43 @@ def test_a_worker_is_not_idle_while_what_it_settles_may_bring_more(store_url: st
         assert ran == ["child"]
 
     run(store_url, declare, scenario)
+
+
+def test_what_arrives_in_the_moment_a_runner_ends_is_run(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner that has seen an empty supply takes its place until the event loop has told so."""
+    ran: list[object] = []
+
+    async def note(_: Runners, held: object, runner: object) -> None:
+        ran.append(held)
+
+    monkeypatch.setattr(Runners, "_run_one", note)
+
+    def declare(app: App) -> None:
+        @app.task
+        async def quick(number: int) -> None: ...
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        app.stop_working()
+        first, second = [
+            Held(Lease(app.tasks["quick"].call(number).envelope("x"), 2, 1, 0, 0, 0, "w"), 10**18) for number in (1, 2)
+        ]
+
+        def look(worker: Worker) -> None:
+            runners = worker._runners
+
+            async def arrive() -> None:
+                runners.supply.append(second)
+                runners.call()
+
+            runners.supply.append(first)
+            runners.call()
+            later = asyncio.create_task(arrive())
+            later.add_done_callback(lambda _: None)
+
+        settings = WorkerSettings(
+            "w", ["default"], concurrency=1, lease_seconds=30.0, stop_seconds=1.0, until_idle=True
+        )
+        await asyncio.wait_for(app.work_as(settings, begin=look), 10)
+        assert ran == [first, second]
+
+    run(sqlite_url, declare, scenario)
