@@ -56,6 +56,8 @@ class EventVerbs:
         *,
         key: KeySource | None = None,
         subject: KeySource | None = None,
+        ordering_key: KeySource | None = None,
+        priority: int = 0,
         queue: str = "default",
         version: int = 1,
         expires: timedelta | float | None = limits.MESSAGE_RETENTION,
@@ -69,6 +71,8 @@ class EventVerbs:
         *,
         key: KeySource | None = None,
         subject: KeySource | None = None,
+        ordering_key: KeySource | None = None,
+        priority: int = 0,
         queue: str = "default",
         version: int = 1,
         expires: timedelta | float | None = limits.MESSAGE_RETENTION,
@@ -79,8 +83,9 @@ class EventVerbs:
 
         ``key`` says which events are one, as a template over ``event`` such as ``"{event.id}"`` or a function of it;
         without one every publish is an event of its own.  Any worker that has this topic, or a subscriber to it, copies
-        the event from ``queue`` to those who are subscribed.  ``version`` is the event's own: a subscriber with a lower
-        one leaves it to newer workers.
+        the event from ``queue`` to those who are subscribed.  Events with the same ``ordering_key`` are copied, and
+        handled by each subscriber, in their order.  ``version`` is the event's own: a subscriber with a lower one
+        leaves it to newer workers.
         """
         return self._add_topic(name, kind, TaskSettings(name=name, **settings))
 

@@ -46,6 +46,8 @@ class Subscription(msgspec.Struct, frozen=True, kw_only=True):
     retention: int
     #: Since when, in microseconds since 1970.
     made_at: int
+    #: Of its copies, unless they are ordered; 0 for that of the event.
+    priority: int = 0
 
     @property
     def since(self) -> datetime:
@@ -87,6 +89,7 @@ def declared(registry: Registry, now: int) -> dict[str, list[Subscription]]:
                 version=task.version,
                 retention=task.retention,
                 made_at=now,
+                priority=task.gate.priority,
             )
             found.setdefault(task.event, []).append(one)
     return found
@@ -201,6 +204,6 @@ def copy_of(event: Envelope, subscription: Subscription, id_: str) -> Envelope:
         trace=event.trace,
         tags=event.tags,
         ordering_key=event.ordering_key,
-        priority=event.priority,
+        priority=0 if event.ordering_key is not None else subscription.priority or event.priority,
         retention=subscription.retention,
     )

@@ -127,7 +127,7 @@ class Subscriber(Task[[T], R]):
         #: The name of what it subscribes to.
         self.event = limits.check_name("event", event)
         super().__init__(sender, function, settings)
-        for option in ("key", "subject", "fingerprint"):
+        for option in ("key", "subject", "fingerprint", "ordering_key"):
             if getattr(settings, option) is not None:
                 raise ConfigurationError(
                     f"{self.name}: {option}= is the event's own, and the same for all subscribers; "

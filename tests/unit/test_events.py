@@ -29,6 +29,7 @@ from onefold import (
     TransactionOpenError,
     limits,
 )
+from onefold.clock import give_way
 from onefold.store import Registered
 from onefold.subscription import copy_of
 from onefold.testing import HastyClock
@@ -622,7 +623,7 @@ def test_the_synchronous_app_has_events_too(tmp_path: Path) -> None:
 def test_events_of_one_ordering_key_reach_each_subscriber_in_their_order(sqlite_bench: Bench) -> None:
     """F5: they are copied one after the other, and handled so."""
     app = sqlite_bench.app
-    moved = app.topic("stock.moved", int)
+    moved = app.topic("stock.moved", int, ordering_key=lambda event: f"{event % 2}")
     seen: dict[str, list[int]] = {"one": [], "two": []}
 
     for name in seen:
@@ -633,8 +634,37 @@ def test_events_of_one_ordering_key_reach_each_subscriber_in_their_order(sqlite_
 
     async def scenario() -> None:
         for number in range(10):
-            await moved.options(ordering_key="lamp").publish(number)
+            await moved.publish(number)
         await work_through(sqlite_bench)
-        assert seen == {"one": list(range(10)), "two": list(range(10))}
+        for numbers in seen.values():
+            assert [number for number in numbers if number % 2] == [1, 3, 5, 7, 9]
+            assert [number for number in numbers if not number % 2] == [0, 2, 4, 6, 8]
+
+    sqlite_bench.run(scenario)
+
+
+def test_a_subscriber_has_limits_and_a_priority_of_its_own(sqlite_bench: Bench) -> None:
+    """F1, F6: also when who copies does not know its code."""
+    app = sqlite_bench.app
+    placed = app.topic("order.placed", Order)
+    running: list[int] = []
+    most: list[int] = []
+
+    @app.on(placed, max_running=1, gate="{order.id}")
+    async def limited(order: Order) -> None:
+        running.append(order.id)
+        await give_way()
+        most.append(len(running))
+        running.remove(order.id)
+
+    @app.on(placed, priority=5)
+    async def urgent(order: Order) -> None: ...
+
+    async def scenario() -> None:
+        for number in range(5):
+            await placed.publish(Order(number))
+        await work_through(sqlite_bench)
+        assert most == [1] * 5
+        assert {one.envelope.priority for one in await of_type(sqlite_bench, "urgent")} == {5}
 
     sqlite_bench.run(scenario)
