@@ -26,10 +26,10 @@ def refuse(task: Task[Any, Any], lease: Lease, quarantine_after: int) -> Outcome
     if envelope.expires_at and lease.claimed_at >= envelope.expires_at:
         text = "it was not done within its time; see expires="
         return _dead(task, Failure(reason="expired", error_type="Expired", error_message=text))
-    if envelope.schema_version > task.version or (envelope.pinned and envelope.schema_version != task.version):
+    if not task.understands(envelope):
         logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
         return Again(UNSUPPORTED_SECONDS, None, counted=False)
-    if task.gate.is_for_all and (lease.gate is None or name_of(lease.gate) != task.gate.name):
+    if task.adopts and task.gate.is_for_all and (lease.gate is None or name_of(lease.gate) != task.gate.name):
         return _adopt(task, lease)
     return _judge_gap(task, lease) if lease.gap else None
 

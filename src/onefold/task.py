@@ -133,6 +133,8 @@ class Task(Generic[P, R]):
     pinned = False
     #: Whether what it did is undone when it fails.
     saga = False
+    #: Whether a message that was sent before the task had a gate waits at it like the others.
+    adopts = True
 
     def __init__(self, sender: Sender, function: Callable[..., Any], settings: TaskSettings) -> None:
         self.function = function

@@ -64,6 +64,9 @@ class Topic(Task[[T], int]):
     The event is one message; a worker copies it to everybody who is subscribed then, in one commit with its outcome.
     """
 
+    #: What it says is not read here, so its gate is the publisher's to say.
+    adopts = False
+
     def __init__(
         self,
         sender: Sender,

@@ -92,8 +92,8 @@ ELSEWHERE: dict[type, set[str]] = {
     DeadLetter: set(),
     Schedule: set(),
     Debounced: {"carry"},
-    Task: {"make_call", "pinned", "saga", "understands"},
-    Topic: {"make_call", "pinned", "saga", "understands"},
+    Task: {"adopts", "make_call", "pinned", "saga", "understands"},
+    Topic: {"adopts", "make_call", "pinned", "saga", "understands"},
 }
 #: What only the synchronous side has: the way to tasks that were declared on the app behind it, and that app.
 ADDED: dict[type, set[str]] = {
