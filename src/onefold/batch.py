@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar, overload
 from onefold.blocking import SyncWork
 from onefold.errors import Reject, Retry
 from onefold.identity import upstream_key
-from onefold.store import Lease, Outcome, Store, Transaction
+from onefold.progress import Bearer, make_said, pulse_of
+from onefold.store import Lease, Outcome, Said, Store, Transaction
 from onefold.task import Task
 from onefold.threads import Threads
 from onefold.transaction import Prepare
@@ -27,7 +28,9 @@ class Item(Generic[T]):
     Without a verdict it is tried again, as if it had failed.
     """
 
-    def __init__(self, lease: Lease, value: T, encode_result: Callable[[Any], bytes]) -> None:
+    def __init__(
+        self, lease: Lease, value: T, encode_result: Callable[[Any], bytes], bearer: Bearer | None = None
+    ) -> None:
         self.value = value
         self.message = lease.envelope
         #: This run's number, counted from 1.
@@ -35,6 +38,7 @@ class Item(Generic[T]):
         #: Rises with every owner of the message; for outside stores that refuse a lower one.
         self.fence = lease.fence
         self._lease = lease
+        self._bearer = bearer
         self._encode_result = encode_result
         self._verdict: bytes | Exception | None = None
 
@@ -66,6 +70,18 @@ class Item(Generic[T]):
     def reject(self, reason: str) -> None:
         """It can never succeed: make it a dead letter."""
         self._verdict = Reject(reason)
+
+    def progress(self, percent: float, message: str = "") -> None:
+        """Say how far the work on this message is, from 0 to 100; see ``Context.progress``."""
+        self._say(make_said(percent, message))
+
+    def beat(self) -> None:
+        """Say that the work on this message is moving, though there is nothing new to tell."""
+        self._say(Said())
+
+    def _say(self, said: Said) -> None:
+        if self._bearer is not None:
+            pulse_of(self._bearer).say(said)
 
     @property
     def lease(self) -> Lease:
@@ -100,6 +116,11 @@ class _Items(Sequence[Item[T]]):
     def __getitem__(self, index: slice) -> Sequence[Item[T]]: ...
     def __getitem__(self, index: int | slice) -> Item[T] | Sequence[Item[T]]:
         return self._items[index]
+
+    def beat(self) -> None:
+        """Say that the handler is moving, for every message of the batch; what is new of one, its ``Item`` tells."""
+        for item in self._items:
+            item.beat()
 
     def __repr__(self) -> str:
         return f"<batch of {len(self)}>"

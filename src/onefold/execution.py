@@ -163,7 +163,8 @@ class Execution:
         if not holds:
             return settled
         task = self.registry.handler(holds[0].lease.envelope)
-        for lease in (hold.lease for hold in holds):
+        for hold in holds:
+            lease = hold.lease
             if refusal := self._refuse(task, lease):
                 settled.append((lease, refusal))
                 continue
@@ -172,7 +173,7 @@ class Execution:
             except Exception as error:
                 settled.append((lease, self._decide(task, lease, error)))
             else:
-                items.append(Item(lease, value, task.signature.encode_result))
+                items.append(Item(lease, value, task.signature.encode_result, hold))
         return settled + (await self._run_items(task, items, holds) if items else [])
 
     async def _run_items(self, task: Task[Any, Any], items: list[Item[Any]], holds: Sequence[Hold]) -> Settlements:

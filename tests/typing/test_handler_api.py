@@ -82,8 +82,11 @@ async def index(batch: Batch[Doc]) -> None:
         item.retry("later", after=timedelta(minutes=1))
         item.retry(ValueError("no"))
         item.reject("never")
+        item.progress(50, "half of it")
+        item.progress("half")  # type: ignore[arg-type]
         item.retry(after="soon")  # type: ignore[arg-type]
         item.reject()  # type: ignore[call-arg]
+    batch.beat()
     assert_type(batch[0], Item[Doc])
     assert_type(len(batch), int)
     assert_type(await batch.execute("SELECT ?", 1), list[tuple[Any, ...]])

@@ -12,6 +12,7 @@ import pytest
 
 from onefold import (
     App,
+    Batch,
     Context,
     LeaseLostError,
     LimitError,
@@ -19,6 +20,7 @@ from onefold import (
     Receipt,
     Run,
     StoreError,
+    SyncBatch,
     SyncContext,
     TransactionOpenError,
     limits,
@@ -178,6 +180,36 @@ def test_a_handler_in_a_thread_and_a_step_report_too(bench: Bench) -> None:
         assert (await progress(bench, one)).message == "in a thread"
         assert (await progress(bench, other)).message == "in a step"
         assert threads[0].startswith("onefold-handler")
+
+    bench.run(scenario)
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "thread"])
+def test_each_message_of_a_batch_has_its_own_progress(bench: Bench, kind: str) -> None:
+    """G2, G3: what one item says is told of its message only; a beat of the batch is one of all of them."""
+
+    def handle(batch: Batch[int] | SyncBatch[int]) -> None:
+        for item in batch:
+            if item.value:
+                item.progress(10 * item.value, f"item {item.value}")
+            item.done()
+        batch.beat()
+
+    async def on_loop(batch: Batch[int]) -> None:
+        handle(batch)
+
+    def in_thread(batch: SyncBatch[int]) -> None:
+        handle(batch)
+
+    task: Any = bench.app.task(name="many", batch=10)(on_loop if kind == "coroutine" else in_thread)
+
+    async def scenario() -> None:
+        receipts = await bench.app.send_many(task.call(number) for number in range(3))
+        await bench.work()
+        silent, *others = [await progress(bench, receipt) for receipt in receipts]
+        assert (silent.percent, silent.at) == (0.0, None)
+        assert silent.beat_at > 0
+        assert [(one.percent, one.message) for one in others] == [(10.0, "item 1"), (20.0, "item 2")]
 
     bench.run(scenario)
 
