@@ -33,6 +33,17 @@ async def resources() -> AsyncIterator[int]:
 async def child(name: str = "") -> None: ...
 
 
+placed = app.topic("order.placed", str)
+confirmed = app.topic("order.confirmed", str)
+
+
+@app.on(placed, isolate=True, retry=ONCE)
+async def confirm(ctx: Context, insert: str) -> int:
+    await ctx.execute(insert, "confirmed")
+    ctx.publish(confirmed, "yes")
+    return os.getpid()
+
+
 @app.task(isolate=True, retry=ONCE)
 async def on_loop(ctx: Context, insert: str, fails: bool = False) -> dict[str, Any]:
     before = await ctx.fetch("SELECT count(*) FROM effect")

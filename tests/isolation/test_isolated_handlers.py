@@ -106,6 +106,22 @@ def test_rows_sends_and_result_commit_together_or_not_at_all(bench: Bench, task:
     bench.run(scenario)
 
 
+def test_an_isolated_subscriber_publishes_with_its_commit(sqlite_bench: Bench) -> None:
+    """I12."""
+
+    async def scenario() -> None:
+        await tasks.placed.publish(sqlite_bench.insert)
+        while await sqlite_bench.work():
+            pass
+        messages = {one.envelope.message_type: one for one in await app.find(Query())}
+        assert await sqlite_bench.effects() == ["confirmed"]
+        assert int(messages["confirm"].result or b"") != os.getpid()
+        event = messages["order.confirmed"].envelope
+        assert (event.causation_id, event.payload_inline) == (messages["confirm"].envelope.id, b'"yes"')
+
+    sqlite_bench.run(scenario)
+
+
 #: How a process may die, and what is told of it.
 DEATHS = {"segfault": "SIGSEGV", "abort": "SIGABRT", "exit": "exit code 0", "killed": "SIGKILL"}
 

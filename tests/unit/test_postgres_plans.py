@@ -55,11 +55,11 @@ async def use(store: PostgresStore) -> None:
     await claim(store, 50)
 
 
-def plan_of(url: str, statement: str) -> str:
+def plan_of(url: str, statement: str, **given: object) -> str:
     """Return the plan with the planner's usual settings, which handlers' connections keep."""
     with psycopg.connect(url) as connection:
         teach(connection)
-        rows = connection.execute("EXPLAIN " + SQL[statement], GIVEN).fetchall()  # type: ignore[arg-type]
+        rows = connection.execute("EXPLAIN " + SQL[statement], {**GIVEN, **given}).fetchall()  # type: ignore[arg-type]
         return "\n".join(row[0] for row in rows)
 
 
@@ -85,6 +85,23 @@ def test_statements_begin_with_their_index_on_a_used_table(
         assert begins_with in plan
         assert "message_pkey" in plan
         assert "Seq Scan" not in plan
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_chain_is_found_by_its_index_on_a_used_table(postgres_url: str, analyzed: bool) -> None:
+    """M6: and its first message, which does not stand there, by its id."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+        if analyzed:
+            with psycopg.connect(postgres_url, autocommit=True) as connection:
+                connection.execute("VACUUM ANALYZE")
+        plan = plan_of(postgres_url, "find_correlated", correlation_id=FIRST_ID, root=FIRST_ID)
+        assert "message_correlation" in plan
+        assert "Seq Scan on message" not in plan
 
     run(scenario)
 

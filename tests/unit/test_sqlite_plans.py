@@ -101,6 +101,13 @@ def test_leases_are_kept_and_ended_by_number(connection: apsw.Connection, name: 
     assert "SEARCH onefold_delivery USING INTEGER PRIMARY KEY (rowid=?)" in plan(connection, STATEMENTS[name])
 
 
+def test_a_chain_is_found_by_its_index(connection: apsw.Connection) -> None:
+    """M6: and its first message, which does not stand there, by its id."""
+    lines = "\n".join(plan(connection, STATEMENTS["find_correlated"]))
+    assert "USING INDEX onefold_message_correlation (correlation_id=?)" in lines
+    assert "SCAN onefold_message" not in lines
+
+
 def test_a_page_of_dead_letters_reads_only_them_and_in_order(connection: apsw.Connection) -> None:
     lines = plan(connection, STATEMENTS["find_dead"])
     assert "SEARCH o USING INDEX onefold_outcome_letter (letter>?)" in lines
