@@ -16,9 +16,21 @@ from onefold.clock import to_datetime
 from onefold.store import Failure, Record, State
 
 Kind = Literal[
-    "step", "effect", "sleep", "wait", "child", "send", "signal", "gather", "branch", "now", "checkpoint", "restart"
+    "step",
+    "undo",
+    "effect",
+    "sleep",
+    "wait",
+    "child",
+    "send",
+    "signal",
+    "gather",
+    "branch",
+    "now",
+    "checkpoint",
+    "restart",
 ]
-Standing = Literal["done", "failed", "waiting", "uncertain", "not done", "timed out", "begun", "left"]
+Standing = Literal["done", "failed", "waiting", "uncertain", "not done", "timed out", "stuck", "begun", "left"]
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -56,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     message_id: str | None = None
     #: What is known of that message.
     message: Chronicle | None = None
-    #: Effects of a step, branches of a gather, steps of a branch.
+    #: Effects of a step and what undid it, branches of a gather, steps of a branch.
     entries: tuple[Entry, ...] = ()
 
     @property
@@ -107,9 +119,10 @@ class Chronicle(msgspec.Struct, frozen=True, kw_only=True):
         return [entry for entry in self.walk() if entry.state == "waiting" and entry.kind not in ("gather", "branch")]
 
     @property
-    def uncertain(self) -> list[Entry]:
-        """Effects that were begun, and nobody knows whether they happened."""
-        return [entry for entry in self.walk() if entry.kind == "effect" and entry.state == "uncertain"]
+    def unknown(self) -> list[Entry]:
+        """What a person has to find out: effects that are uncertain, and undos that are stuck."""
+        wrong = {("effect", "uncertain"), ("undo", "stuck")}
+        return [entry for entry in self.walk() if (entry.kind, entry.state) in wrong]
 
 
 def make_head(record: Record) -> Chronicle:

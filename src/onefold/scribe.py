@@ -15,7 +15,7 @@ from onefold.chronicle import Chronicle, Entry, Kind, Letter, Standing, Try, mak
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.effects import LedgerEntry, entries
 from onefold.journal import branch_of, decode_ended, decode_failure, decode_retried, decode_sent, decode_text, due_at
-from onefold.step import Step, StepKind, asked_name
+from onefold.step import UNDO_PREFIX, Step, StepKind, asked_name
 from onefold.store import Attempt, Failure, Record, State
 
 _EFFECTS = (StepKind.INTENT, StepKind.EFFECT, StepKind.VOID)
@@ -110,6 +110,8 @@ class _Scribe:
         self._told = told
         self._sent = sent
         self._effects: dict[str, list[Entry]] = {}
+        #: By the step that is undone.
+        self._undos: dict[str, list[Step]] = {}
 
     def write(self, lines: Sequence[Step]) -> tuple[Entry, ...]:
         outcomes = {step.name: step.at for step in lines if step.kind is StepKind.EFFECT}
@@ -118,7 +120,10 @@ class _Scribe:
             within.append(_effect(effect, outcomes.get(effect.name)))
         whole = _Group()
         for step in lines:
-            if name := _owner(step):
+            name = _owner(step)
+            if name is not None and name.startswith(UNDO_PREFIX):
+                self._undos.setdefault(name.removeprefix(UNDO_PREFIX), []).append(step)
+            elif name is not None:
                 whole.place(name, step)
         written, _ = self._group(whole, "", self._began)
         return (*self._effects.get("", ()), *written)
@@ -131,8 +136,17 @@ class _Scribe:
                 entry, since = self._gather(prefix + name, member, since)
             else:
                 entry, since = self._entry(prefix + name, member, since)
+                entry = self._with_undo(entry)
             written.append(entry)
         return tuple(written), since
+
+    def _with_undo(self, entry: Entry) -> Entry:
+        """Put beside what a step did what took it back."""
+        if (lines := self._undos.get(entry.name)) is None:
+            return entry
+        undo, _ = self._entry(f"{UNDO_PREFIX}{entry.name}", lines, lines[0].at)
+        undo = msgspec.structs.replace(undo, kind="undo")
+        return msgspec.structs.replace(entry, entries=(*entry.entries, undo))
 
     def _gather(self, name: str, branches: Mapping[str, _Group], since: int) -> tuple[Entry, int]:
         within = {number: self._group(group, f"{name}.{number}/", since) for number, group in branches.items()}
@@ -150,19 +164,25 @@ class _Scribe:
             return self._wait(name, timer, taken, since)
         if (restart := by_kind.get(StepKind.RESTART)) is not None:
             return Entry(name=name, kind="restart", state="done", ended_at=to_datetime(restart.at)), restart.at
+        if (undo := by_kind.get(StepKind.UNDO)) is not None:
+            at, why = to_datetime(undo.at), decode_failure(undo.value)
+            return Entry(name=name, kind="undo", state="done", ended_at=at, failure=why), undo.at
         return self._step(name, lines, by_kind, since)
 
     def _step(
         self, name: str, lines: Sequence[Step], by_kind: Mapping[StepKind, Step], since: int
     ) -> tuple[Entry, int]:
-        failed = by_kind.get(StepKind.FAILED)
+        failed, stuck, begun = (by_kind.get(kind) for kind in (StepKind.FAILED, StepKind.STUCK, StepKind.BEGUN))
         end = by_kind.get(StepKind.RESULT) or failed
+        why = failed or (None if end else stuck)
         effects = tuple(self._effects.get(name, ()))
         retries = [(step, decode_retried(step.value)) for step in lines if step.kind is StepKind.RETRY]
         state: Standing = "failed" if failed else "done" if end else "left" if self._over else "begun"
         due: int | None = None
         if state == "begun" and any(effect.state == "uncertain" for effect in effects):
             state = "uncertain"
+        elif state == "begun" and stuck is not None:
+            state = "stuck"
         elif state == "begun" and retries:
             step, retried = retries[-1]
             state, due = "waiting", step.at + round(retried.delay * MICROSECONDS)
@@ -170,11 +190,11 @@ class _Scribe:
             name=name,
             kind=_kind_of(name, lines[0]),
             state=state,
-            began_at=to_datetime(since),
+            began_at=to_datetime(since if begun is None else begun.at),
             ended_at=None if end is None else to_datetime(end.at),
             due_at=moment(due),
             tries=tuple(_try(step.at, retried.failure, retried.delay) for step, retried in retries),
-            failure=None if failed is None else decode_failure(failed.value),
+            failure=None if why is None else decode_failure(why.value),
             entries=effects,
         )
         return entry, lines[-1].at
@@ -235,7 +255,7 @@ def _owner(step: Step) -> str | None:
         return None
     if step.kind in _EFFECTS:
         return branch_of(step.name)[:-1] or None
-    if step.kind is StepKind.RETRY:
+    if step.kind in (StepKind.RETRY, StepKind.STUCK):
         return step.name.rpartition("!")[0]
     return asked_name(step.name) if step.kind is StepKind.CHILD else step.name
 

@@ -50,6 +50,18 @@ async def onboard(run: Run, user: int) -> str:
 async def helper(run: Run) -> str:
     return await run.step(create, 0)
 
+@app.step(retry=RetryPolicy(max_attempts=1))
+async def call_off(user: int) -> None:
+    raise ValueError("nobody answers")
+
+@app.step(undo=call_off, retry=RetryPolicy(max_attempts=1))
+async def fly(user: int) -> None:
+    raise ValueError("no seat")
+
+@app.saga
+async def travel(run: Run, user: int) -> None:
+    await run.step(fly, user)
+
 @app.workflow
 async def pay(run: Run, user: int) -> str:
     return await run.step(charge, user)
@@ -201,6 +213,25 @@ def test_an_uncertain_effect_is_shown_with_the_command_that_resolves_it(module: 
         run(*arguments, "--reason", "again")
     with pytest.raises(ConfigurationError, match="say one of"):
         run("effects", "resolve", id_, "card", module, "--reason", "what?")
+
+
+def test_a_saga_that_is_stuck_is_listed_and_resolved(module: str) -> None:
+    """I3: the undo shows below its step, with the command that lets the saga go on."""
+
+    async def send(_: App) -> str:
+        return str((await shop(module).travel.send(7)).id)
+
+    id_ = within(module, send)
+    (found,) = read("effects", "list", module)
+    assert [(one["name"], one["state"]) for one in found["effects"]] == [("undo:fly#1", "stuck")]
+    drawn = run("runs", "show", id_, module)
+    assert "stuck undo:fly#1" in drawn
+    assert f"onefold effects resolve {id_} undo:fly#1" in drawn
+    run("effects", "resolve", id_, "undo:fly#1", module, "--happened", "--reason", "by phone")
+    within(module, _nothing)
+    (fly, undone) = read("runs", "show", id_, module)["run"]["entries"]
+    assert (fly["entries"][0]["kind"], fly["entries"][0]["state"], undone["kind"]) == ("undo", "done", "undo")
+    assert read("effects", "list", module) == []
 
 
 # dead letters

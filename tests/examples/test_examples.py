@@ -56,3 +56,12 @@ def test_a_choreography_ships_what_it_can_and_takes_back_the_rest(store_url: str
     told = printed(console)
     assert "1 message waits for shipping" in told
     assert "payment.refunded  done" in told
+
+
+def test_orders_are_fulfilled_or_undone_and_the_books_balance(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6, I8: with a step that failed, and with one of which nobody knows."""
+    monkeypatch.setenv("ONEFOLD_URL", store_url)
+    fulfilment, console = load("fulfilment"), paper()
+    ends = asyncio.run(fulfilment.play(console, 15))
+    assert {status.value: number for status, number in ends.items()} == {"completed": 10, "compensated": 5}
+    assert "done undo:take_payment#1" in printed(console)

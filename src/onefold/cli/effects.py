@@ -9,6 +9,7 @@ from rich.table import Table
 
 from onefold import limits
 from onefold.app import App
+from onefold.chronicle import Chronicle
 from onefold.cli.console import (
     Actor,
     AppOrUrl,
@@ -26,45 +27,45 @@ from onefold.cli.console import (
     who,
 )
 from onefold.cli.words import written
-from onefold.effects import LedgerEntry
 from onefold.errors import ConfigurationError
-from onefold.store import Query, Record, State
+from onefold.store import Query, State
 
-effects = typer.Typer(help="Show effects whose outcome nobody knows, and resolve them.", no_args_is_help=True)
+effects = typer.Typer(help="Show and resolve what nobody knows: uncertain effects, stuck undos.", no_args_is_help=True)
 
 MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's id; of a workflow, the run's.")]
-Effect = Annotated[str, typer.Argument(metavar="EFFECT", help="Its name, such as charge or take_payment#1/charge.")]
-Found = list[tuple[Record, list[LedgerEntry]]]
+Effect = Annotated[str, typer.Argument(metavar="EFFECT", help="Its name, such as charge, pay#1/charge or undo:pay#1.")]
+#: Why a message is parked when a person has to find something out.
+_UNKNOWN = ("uncertain", "stuck")
 
 
 @effects.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """List the messages that are parked because nobody knows whether an effect of theirs happened."""
+    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up."""
 
-    async def look(opened: App) -> Found:
+    async def look(opened: App) -> list[Chronicle]:
         total = sum(counts.parked for counts in (await opened.count()).values())
-        found, after = Found(), ""
+        found, after = list[Chronicle](), ""
         with progress("looking at parked messages", total) as advance:
             while page := await opened.find(Query(states=(State.PARKED,), after=after, limit=limits.PAGE_MAX)):
                 for one in page:
-                    if one.failure is not None and one.failure.reason == "uncertain":
-                        found.append((one, await opened.ledger(one.envelope.id)))
+                    if one.failure is not None and one.failure.reason in _UNKNOWN:
+                        whole = await opened.chronicle(one.envelope.id, depth=0)
+                        found += [] if whole is None else [whole]
                 after = page[-1].envelope.id
                 advance(len(page))
         return found
 
     found = run_on(find_app(app, url), look)
     if as_json:
-        print_json([{**_message(one), "effects": _uncertain(ledger)} for one, ledger in found])
+        print_json([_as_dict(one) for one in found])
     elif not found:
         errors.print("nothing is uncertain")
     else:
-        table = Table("message", "type", "effect", "begun", "tries", "subject", box=None, padding=(0, 2, 0, 0))
-        for one, ledger in found:
-            for entry in _uncertain(ledger):
-                envelope = one.envelope
-                row = (envelope.id, envelope.message_type, entry.name, written(entry.began_at), str(entry.tries))
-                table.add_row(*row, envelope.subject or "-")
+        table = Table("message", "type", "effect", "state", "begun", "subject", box=None, padding=(0, 2, 0, 0))
+        for one in found:
+            for entry in one.unknown:
+                row = (one.id, one.message_type, entry.name, entry.state, written(entry.began_at), one.subject or "-")
+                table.add_row(*row)
         output.print(table)
 
 
@@ -119,10 +120,6 @@ def resolve(
     say({"message": message, "effect": effect, "resolved": said}, as_json, f"{effect} {said}; the message runs again")
 
 
-def _message(record: Record) -> dict[str, Any]:
-    envelope = record.envelope
-    return {"id": envelope.id, "message_type": envelope.message_type, "subject": envelope.subject}
-
-
-def _uncertain(ledger: list[LedgerEntry]) -> list[LedgerEntry]:
-    return [entry for entry in ledger if entry.state == "uncertain"]
+def _as_dict(one: Chronicle) -> dict[str, Any]:
+    unknown = [{"name": entry.name, "state": entry.state, "began_at": entry.began_at} for entry in one.unknown]
+    return {"id": one.id, "message_type": one.message_type, "subject": one.subject, "effects": unknown}

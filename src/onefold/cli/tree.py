@@ -18,13 +18,14 @@ _FIRST = 10
 _OPEN = 20
 
 #: Where another word than the kind says more beside the state.
-_WORDS = {"step": "", "wait": "signal", "signal": "told"}
+_WORDS = {"step": "", "undo": "", "wait": "signal", "signal": "told"}
 _STYLES = {
     "done": "green",
     "failed": "red",
     "timed out": "red",
     "dead": "red",
     "uncertain": "bold magenta",
+    "stuck": "bold magenta",
     "waiting": "yellow",
     "parked": "yellow",
     "begun": "cyan",
@@ -52,7 +53,7 @@ def waits_of(chronicle: Chronicle, now: datetime) -> list[str]:
 
 
 #: Why a message is parked, when nothing but a person helps.
-_FOR_A_PERSON = ("uncertain", "replay")
+_FOR_A_PERSON = ("uncertain", "replay", "stuck")
 
 
 def _wait(entry: Entry, now: datetime) -> str:
@@ -117,7 +118,7 @@ class _Artist:
         label = " ".join(label.split()) + self._times(entry)
         if entry.failure is not None:
             label += f"\n[red]{_failure(entry.failure)}[/]"
-        if entry.kind == "effect" and entry.state == "uncertain":
+        if entry.state == "stuck" or (entry.kind == "effect" and entry.state == "uncertain"):
             label += (
                 f"\n[magenta]whether it happened is unknown; find out, then: onefold effects resolve {message_id} "
                 f"{escape(entry.name)} --happened | --not-happened --reason …[/]"
@@ -134,7 +135,7 @@ class _Artist:
         return tree
 
     def _times(self, entry: Entry) -> str:
-        if entry.kind in ("now", "checkpoint", "restart", "send", "signal"):
+        if entry.began_at is None or entry.kind in ("now", "checkpoint", "restart", "send", "signal"):
             return f" [dim]at {written(entry.ended_at or entry.began_at)}[/]"
         told = [] if entry.began_at is None else [f"from {written(entry.began_at)}"]
         if entry.seconds is not None:
