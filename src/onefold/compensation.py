@@ -131,14 +131,16 @@ class _Undo:
             await self.stretch.perform(self.name, function, args, kwargs)
 
     async def _take_back(self) -> None:
-        """Take back a command that was not answered, so that it cannot take effect after it was undone."""
-        known = Journal(self.stretch.lease.id, self.lines)
-        sent = known.sent(self.step, b"")
+        """Take back a command that did not succeed, or close its letter, so that it cannot take effect any more."""
+        known, store = Journal(self.stretch.lease.id, self.lines), self.stretch.tools.store
+        sent, ended = known.sent(self.step, b""), known.ended(self.step)
         begun = any(line.name == self.name for line in self.lines)
-        if begun or sent is None or sent.foreign or known.ends(self.step):
+        if begun or sent is None or sent.foreign or (ended is not None and ended.state is State.DONE):
             return
         act = Act(actor="onefold", reason=f"saga {self.stretch.lease.id} undoes {self.step}")
-        await take_back(self.stretch.tools.store, sent.id, act)
+        if not await take_back(store, sent.id, act):
+            async with store.transaction() as transaction:
+                await transaction.move([sent.id], State.DISCARDED, act)
 
     async def _send(self, undo: Task[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Send the undo as a command and wait for its end; one that died is redriven when the saga is resumed."""

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from onefold.app import App
 from onefold.stores.sqlite import SQLiteStore
+from onefold.testing.bookings import Bookings, declare_bookings
 from onefold.testing.clock import FakeClock
 from onefold.testing.journeys import Journeys, declare_journeys
 from onefold.testing.loop import SimulatedClock, SimulatedLoop
@@ -38,16 +39,18 @@ _FAST_DIRECTORY = "/dev/shm"
 class Simulation:
     """Runs seeds, each on its own copy of one migrated database; use it as a context manager.
 
-    With ``runs`` the worlds are full of workflows: see ``onefold.testing.journeys``.
+    With ``runs`` the worlds are full of workflows, with ``sagas`` of sagas: see ``onefold.testing.journeys`` and
+    ``onefold.testing.bookings``.
     """
 
-    def __init__(self, *, runs: bool = False) -> None:
+    def __init__(self, *, runs: bool = False, sagas: bool = False) -> None:
         parent = _FAST_DIRECTORY if Path(_FAST_DIRECTORY).is_dir() else None
         self._directory = Path(tempfile.mkdtemp(prefix="onefold-simulation-", dir=parent))
         self._template = self._directory / "template.db"
         self._declared = App()
-        self._workload: type[Workload] = Journeys if runs else Workload
-        self._tasks: Tasks = declare_journeys(self._declared) if runs else declare(self._declared)
+        self._workload: type[Workload] = Bookings if sagas else Journeys if runs else Workload
+        declares = declare_bookings if sagas else declare_journeys if runs else declare
+        self._tasks: Tasks = declares(self._declared)
         asyncio.run(self._migrate())
 
     async def _migrate(self) -> None:
@@ -84,9 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="replay this one and print its history")
     parser.add_argument("--runs", action="store_true", help="worlds of workflows")
+    parser.add_argument("--sagas", action="store_true", help="worlds of sagas")
     given = parser.parse_args(arguments)
     failed = 0
-    with Simulation(runs=given.runs) as simulation:
+    with Simulation(runs=given.runs, sagas=given.sagas) as simulation:
         if given.seed is not None:
             result = simulation.run(given.seed)
             print(*result.history, sep="\n")
