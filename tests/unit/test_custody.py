@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from onefold import App, Query, State, custody, limits
+from onefold import App, Query, Run, State, custody, limits
 from onefold.custody import Death
 from onefold.fleet import Roll, WorkerRecord, WorkerSettings, describe, workers
 from onefold.slots import Slot
@@ -54,6 +54,26 @@ def test_the_guilty_are_counted_a_crash_and_the_others_handed_back(store_url: st
         (attempt,) = await app.store.attempts(guilty.id)
         assert (attempt.failure.reason, attempt.failure.error_message) == ("crash", "it died")
         assert (attempt.failure.stack, attempt.worker) == ("the stack", "dead")
+
+    run(store_url, scenario)
+
+
+def test_a_saga_is_left_to_be_undone_however_often_its_worker_dies(store_url: str) -> None:
+    """Who claims it next sees how often that was, and undoes it."""
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        @app.saga
+        async def book(run: Run) -> None: ...
+
+        await book.send()
+        for _ in range(4):
+            (lease,) = await app.store.claim(["default"], types=["book@1"], limit=1, lease=30, worker="dead")
+            death = Death("dead", {(lease.id, lease.fence): "it died"})
+            assert await custody.bury(app.store, death, lambda _: 3_600.0) == 1
+        assert (await record(app, lease)).crashes == 4
+        await app.work(until_idle=True)
+        (letter,) = [one async for one in app.dead_letters()]
+        assert letter.failure.reason == "quarantined"
 
     run(store_url, scenario)
 

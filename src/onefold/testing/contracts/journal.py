@@ -410,6 +410,26 @@ class JournalContract(Contract):
         assert await bench.state(dead.id) is State.DEAD
 
     @scenario
+    async def test_an_operator_takes_a_saga_from_whoever_runs_it(self, bench: Bench) -> None:
+        """That it is to be undone is recorded for any message that is alive, and for no other."""
+        undo = Step("undo#0", StepKind.UNDO, b"{}")
+        lease = await bench.leased()
+        async with bench.store.transaction() as transaction:
+            (stands,) = await transaction.record(lease.id, [undo], act=ACT)
+        assert (stands.name, stands.kind) == (undo.name, StepKind.UNDO)
+        with pytest.raises(LeaseLostError):
+            await bench.store.record(lease, [result("late")])
+        claimed = await bench.claim_only()
+        assert (claimed.id, claimed.fence > lease.fence) == (lease.id, True)
+        waits = await parked(bench, Parked(3_600.0, 0, awaits=0))
+        async with bench.store.transaction() as transaction:
+            assert await transaction.record(waits.id, [undo], act=ACT)
+        assert (await bench.claim_only()).id == waits.id
+        dead = await bench.settled(None, DEAD)
+        async with bench.store.transaction() as transaction:
+            assert await transaction.record(dead.id, [undo], act=ACT) == []
+
+    @scenario
     async def test_an_operator_lets_a_parked_message_go_on(self, bench: Bench) -> None:
         lease = await parked(bench, Parked(None, 0, awaits=0))
         assert await bench.move(lease.id, State.SCHEDULED)
