@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.contenders import RAW
-from benchmarks.measures import waiting
+from benchmarks.measures import lining, waiting
 from benchmarks.measures.claiming import BEGINNING, EMPTY
 from benchmarks.measures.draining import HEALTHY
 from benchmarks.measures.resources import STATEMENTS
@@ -80,6 +80,10 @@ BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
     (waiting.STATEMENTS, "postgres"): (most(2.0),),
     ("R2", "sqlite"): (least(_SOON, waiting.PLAIN),),
     ("R2", "postgres"): (least(_SOON, waiting.PLAIN),),
+    ("G1", "sqlite"): (least(0.8, lining.WITHOUT),),
+    ("G1", "postgres"): (least(0.8, lining.WITHOUT),),
+    ("G2", "sqlite"): (least(0.5, lining.WITHOUT),),
+    ("G2", "postgres"): (least(0.5, lining.WITHOUT),),
 }
 
 

@@ -21,6 +21,7 @@ from onefold.store import Done, Parked
 _QUEUE = "default"
 _CLAIM_LEASE = 60.0
 _PARKED_AT_ONCE = 1_000
+_LINED_AT_ONCE = 1_000
 _LONG_SECONDS = 3_600.0
 
 Handler = Callable[..., Awaitable[None]]
@@ -44,6 +45,13 @@ class Onefold:
 
     async def enqueue_many(self, jobs: list[Job]) -> None:
         await self._app.send_many(self._task.call(*job) for job in jobs)
+
+    async def fill_lines(self, *, messages: int, lines: int, first: int) -> None:
+        """Send messages that stand in lines, each in another one than the one before."""
+        for start in range(first, first + messages, _LINED_AT_ONCE):
+            jobs = [make_job(seq) for seq in range(start, min(start + _LINED_AT_ONCE, first + messages))]
+            calls = (self._task.options(ordering_key=f"line-{job.seq % lines}").call(*job) for job in jobs)
+            await self._app.send_many(calls)
 
     async def left(self) -> int:
         return sum(counts.scheduled + counts.leased for counts in (await self._app.count()).values())

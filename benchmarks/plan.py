@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.contenders import OURS, RAW
-from benchmarks.measures import claiming, draining, killing, latency, resources, sending, waiting
+from benchmarks.measures import claiming, draining, killing, latency, lining, resources, sending, waiting
 from benchmarks.measures.latency import P95
 from benchmarks.measures.resources import STATEMENTS
 from benchmarks.peers import PEERS
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def code(self) -> str:
-        """The bar it belongs to: S1 to S13, or R1 and R2 for runs that wait."""
+        """The bar it belongs to: S1 to S13, R1 and R2 for runs that wait, G1 and G2 for lines."""
         return self.row.partition(" ")[0]
 
     def taking_part(self, store: str, peers: set[str]) -> list[str]:
@@ -114,4 +114,6 @@ WORKLOADS = (
         rounds_max=1,
     ),
     Workload(waiting.sleeping, _ALONE, (Row("R2", "start of 100,000 runs due at once"),), rounds_max=1),
+    Workload(lining.beside_a_long_line, _ALONE, (Row("G1", "drain beside one line of 50,000"),), rounds_max=3),
+    Workload(lining.in_many_lines, _ALONE, (Row("G2", "drain of 10,000 lines"),), rounds_max=3),
 )

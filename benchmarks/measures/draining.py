@@ -74,7 +74,7 @@ async def drain(place: Place, workers: int, mode: Mode, messages: int) -> float:
         place.engine.calm(url)
         board = Board(place.directory, workers, messages)
         async with place.workers(url, board, mode) as agents:
-            end = await _drained(sender, board, agents, healthy, poisoned)
+            end = await drained(sender, board, agents, healthy, poisoned)
         board.check(healthy)
         if mode is Mode.TRANSACTIONAL:
             _check_rows(place, url, messages)
@@ -87,7 +87,7 @@ def _check_rows(place: Place, url: str, messages: int) -> None:
         raise RuntimeError(f"{rows} rows of {messages} messages")
 
 
-async def _drained(sender: Agent, board: Board, agents: Sequence[Agent], healthy: int, poisoned: int) -> int:
+async def drained(sender: Agent, board: Board, agents: Sequence[Agent], healthy: int, poisoned: int = 0) -> int:
     """Return the moment at which nothing was left; the store is not asked before every handler has run."""
     await wait_for(board, healthy, agents)
     async with asyncio.timeout(_LEFT_SECONDS_MAX):
