@@ -53,7 +53,7 @@ STATEMENTS = {
     "claim_lines": {"delivery_pkey", "message_pkey"},
     "claim_crowds": {"delivery_crowd", "message_pkey"},
     "gate_hold": {"gate_pkey"},
-    "gate_running": {"delivery_inside"},
+    "gate_running": {"delivery_inside", "delivery_turn"},
     "gate_tokens": {"gate_pkey"},
     "gate_passed": {"delivery_pkey"},
     "purge_gates": {"gate_expires", "gate_pkey"},

@@ -94,8 +94,8 @@ class Claimer:
         self._gatekeeper = Gatekeeper()
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
-        #: What the last look has seen: whether there may be somebody at gates, and whether anybody has a priority.
-        self._gated = self._ranked = False
+        #: What the last look has seen: whether there may be somebody in lines and in crowds, or has a priority.
+        self._lines = self._crowds = self._ranked = False
         self._gates_first = False
 
     def look_everywhere(self) -> None:
@@ -124,17 +124,23 @@ class Claimer:
         """
         if repeated and (leases := await leasing.claimed(wanted)):
             return leases
-        self._gates_first = self._gated and not self._gates_first
-        leases = await self._gatekeeper.claim(leasing, wanted) if self._gates_first else []
-        leases += await self._claim_open(leasing, _rest(wanted, leases))
-        if self._gated and not self._gates_first and len(leases) < wanted.limit:
-            leases += await self._gatekeeper.claim(leasing, _rest(wanted, leases))
+        self._gates_first = (self._lines or self._crowds) and not self._gates_first
+        leases = await self._claim_gated(leasing, wanted) if self._gates_first else []
+        if len(leases) < wanted.limit or self._overdue.floor(wanted.lease) is not None:
+            leases += await self._claim_open(leasing, _rest(wanted, leases))
+        if not self._gates_first and len(leases) < wanted.limit:
+            leases += await self._claim_gated(leasing, _rest(wanted, leases))
         return leases
+
+    async def _claim_gated(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
+        if not self._lines and not self._crowds:
+            return []
+        return await self._gatekeeper.claim(leasing, wanted, lines=self._lines, crowds=self._crowds)
 
     async def _claim_open(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
         """Claim what has no gate; with a limit of nothing only look around."""
         began_at, floor = _machine.steady(), self._overdue.floor(wanted.lease)
-        leases, now, run_out, self._gated, ranked = await self._claim(leasing, wanted, floor)
+        leases, now, run_out, self._lines, self._crowds, ranked = await self._claim(leasing, wanted, floor)
         if ranked and not self._ranked and wanted.lane is not Lane.PROBATION:
             self._ranked = True
             leases = (await self._claim(leasing, wanted, None)).leases
@@ -149,7 +155,7 @@ class Claimer:
             self.look_everywhere()
         if released and len(leases) < wanted.limit:
             more = await self._claim(leasing, _rest(wanted, leases), None)
-            self._gated = more.gated
+            self._lines, self._crowds = more.lines, more.crowds
             leases += more.leases
         return leases
 

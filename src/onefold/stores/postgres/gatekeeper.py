@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 from psycopg import errors
 
@@ -52,6 +52,12 @@ class Waiting:
     number: int = 1
 
 
+class _Portion(Protocol):
+    """Looks at a portion of gates and takes what may pass; False when all were looked at."""
+
+    async def __call__(self, *, first: bool) -> bool: ...
+
+
 class Cursor:
     """Where the next look begins: in the lines, and in each queue among the gates without an order."""
 
@@ -68,11 +74,14 @@ class Gatekeeper:
     def __init__(self) -> None:
         self._cursors: dict[tuple[Lane, tuple[str, ...]], Cursor] = {}
 
-    async def claim(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
-        """Take who may pass, no more than are wanted; of those with limits no more than can begin at once."""
+    async def claim(self, leasing: Leasing, wanted: Wanted, *, lines: bool, crowds: bool) -> list[Lease]:
+        """Take who may pass, no more than are wanted; of those with limits no more than can begin at once.
+
+        ``lines`` and ``crowds`` say whether there may be anybody, with an order and without.
+        """
         key = (wanted.lane, tuple(sorted(wanted.queues)))
         look = _Look(leasing, wanted, self._cursors.setdefault(key, Cursor()))
-        return await look.claim()
+        return await look.claim(lines=lines, crowds=crowds)
 
 
 class _Look:
@@ -90,19 +99,28 @@ class _Look:
         #: Names of gates that let nobody through any more.
         self._shut: set[str] = set()
 
-    async def claim(self) -> list[Lease]:
+    async def claim(self, *, lines: bool, crowds: bool) -> list[Lease]:
         self._cursor.lines_first = not self._cursor.lines_first
-        walks = [self._walk_lines, self._walk_crowds]
+        walks = [walk for walk, there in ((self._walk_lines, lines), (self._walk_crowds, crowds)) if there]
         for walk in walks if self._cursor.lines_first else reversed(walks):
-            before, portions, more = len(self._leases), 0, self._limit > 0
-            while more and len(self._leases) == before and portions < limits.GATE_PORTIONS_MAX:
-                try:
-                    more = await walk(first=portions == 0)
-                except errors.UniqueViolation:
-                    # Somebody who backed off was let through meanwhile: what was seen is out of date.
-                    await self._give_way()
-                portions += 1
+            await self._walk(walk)
         return self._leases
+
+    async def _walk(self, portion: _Portion) -> None:
+        """Look at portions until one was worth it and the next may not be; or until all were looked at."""
+        before = len(self._leases)
+        for number in range(limits.GATE_PORTIONS_MAX):
+            if self._limit == 0:
+                return
+            found, more = len(self._leases), True
+            try:
+                more = await portion(first=number == 0)
+            except errors.UniqueViolation:
+                # Somebody who backed off was let through meanwhile: what was seen is out of date.
+                await self._give_way()
+            few = len(self._leases) - found < _PORTION // 2
+            if not more or (few and len(self._leases) > before):
+                return
 
     # looking
 

@@ -3,20 +3,23 @@
 
 -- name: lines_after
 -- The heads of the lines behind `after`.  The index has every line's head first, so this leaps from head to head.
--- Somebody is ready who is due and asked for while nobody of the line runs, backs off who failed and waits for another attempt, and has a gap before
+-- Somebody is ready who is due and asked for while nobody behind it runs, who had passed it; backs off who failed and waits for another attempt, and has a gap before
 -- it who has a number and came before its predecessor ended.
 WITH RECURSIVE clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 walk AS (
-    (SELECT * FROM onefold.delivery WHERE place IS NOT NULL AND gate > %(after)s::text ORDER BY gate, place LIMIT 1)
+    (SELECT gate, id, fence, state, due_at, queue, message_type, crashes, attempt, wake_target, place
+    FROM onefold.delivery WHERE place IS NOT NULL AND gate > %(after)s::text ORDER BY gate, place LIMIT 1)
     UNION ALL
     SELECT next.* FROM walk CROSS JOIN LATERAL (
-        SELECT * FROM onefold.delivery WHERE place IS NOT NULL AND delivery.gate > walk.gate ORDER BY gate, place LIMIT 1
+        SELECT gate, id, fence, state, due_at, queue, message_type, crashes, attempt, wake_target, place
+        FROM onefold.delivery WHERE place IS NOT NULL AND delivery.gate > walk.gate ORDER BY gate, place LIMIT 1
     ) next
 )
 SELECT gate, id::text, fence,
     state = 0 AND due_at <= now AND queue = ANY (%(queues)s::text[]) AND message_type = ANY (%(types)s::text[])
         AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
-        AND NOT EXISTS (SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1),
+        AND CASE WHEN attempt = 0 AND place < 0 THEN true ELSE NOT EXISTS (
+            SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     state = 0 AND due_at > now AND attempt > 0 AND wake_target IS NULL,
     CASE WHEN place < 0 THEN false
         ELSE place > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) + 1 END,
@@ -29,7 +32,8 @@ WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS
 SELECT gate, id::text, fence,
     state = 0 AND due_at <= now AND queue = ANY (%(queues)s::text[]) AND message_type = ANY (%(types)s::text[])
         AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
-        AND NOT EXISTS (SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1),
+        AND CASE WHEN attempt = 0 AND place < 0 THEN true ELSE NOT EXISTS (
+            SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     state = 0 AND due_at > now AND attempt > 0 AND wake_target IS NULL,
     CASE WHEN place < 0 THEN false
         ELSE place > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) + 1 END,
@@ -49,7 +53,8 @@ WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS
 SELECT head.gate, id::text, fence,
     state = 0 AND due_at <= now AND queue = ANY (%(queues)s::text[]) AND message_type = ANY (%(types)s::text[])
         AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
-        AND NOT EXISTS (SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1),
+        AND CASE WHEN attempt = 0 AND place < 0 THEN true ELSE NOT EXISTS (
+            SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     false,
     CASE WHEN place < 0 THEN false
         ELSE place > greatest((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), passed, 0) + 1 END,
@@ -188,11 +193,16 @@ FOR UPDATE SKIP LOCKED
 
 -- name: gate_running
 -- After gate_hold and in a statement of its own: it must see what whoever held the row before has let through.
-SELECT gate, count(*) FROM onefold.delivery WHERE state = 1 AND gate = ANY (%(gates)s::text[]) GROUP BY gate
-UNION ALL
-SELECT name, (
-    SELECT count(*) FROM onefold.delivery WHERE state = 1 AND gate >= n.name || ':' AND gate < n.name || ';')
-FROM unnest(%(names)s::text[]) AS n (name)
+SELECT key, (
+    SELECT count(*) FROM onefold.delivery
+    WHERE state = 1 AND place IS NULL AND gate IS NOT NULL AND gate >= k.first AND gate < k.until
+) + (
+    SELECT count(*) FROM onefold.delivery WHERE state = 1 AND place IS NOT NULL AND gate >= k.first AND gate < k.until)
+FROM (
+    SELECT gate AS key, gate AS first, gate || chr(1) AS until FROM unnest(%(gates)s::text[]) AS g (gate)
+    UNION ALL
+    SELECT name, name || ':', name || ';' FROM unnest(%(names)s::text[]) AS n (name)
+) k
 
 -- name: gate_tokens
 UPDATE onefold.gate

@@ -43,10 +43,12 @@ class Claimed(NamedTuple):
     #: The store's time.
     now: int
     #: Whether leases had run out, from the floor on.
-    run_out: bool = False
-    #: Whether there may be somebody at gates, and whether anybody has a priority, so that nobody was claimed.
-    gated: bool = False
-    ranked: bool = False
+    run_out: bool
+    #: Whether there may be somebody in lines, and at gates without an order.
+    lines: bool
+    crowds: bool
+    #: Whether anybody has a priority; then nobody was claimed, unless they were to be ranked.
+    ranked: bool
 
 
 class Leasing:
@@ -92,8 +94,8 @@ class Leasing:
         asked = {"floors": bigints(floors), "lease_floor": lease_floor, "top": limits.PRIORITY_MAX}
         rows = await self.wire.rows(statement, {**self.asking(wanted), **asked})
         seen = rows.pop()
-        run_out, gated, any_ranked = map(bool, seen[12:15])
-        return Claimed(_leases_of(rows, wanted, ranked=ranked), seen[19], run_out, gated, any_ranked)
+        leases = _leases_of(rows, wanted, ranked=ranked)
+        return Claimed(leases, seen[19], *(bool(one) for one in seen[12:16]))
 
     async def claimed(self, wanted: Wanted) -> list[Lease]:
         """Return what a call of claim has taken whose answer was lost.

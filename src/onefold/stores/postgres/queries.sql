@@ -192,7 +192,7 @@ SELECT count(*) FROM released
 -- The message is looked up row by row on purpose: a join could be planned as a walk through all messages ever sent.
 -- The rows come in no order, because sorting them here would copy them once more.
 -- One more, without an id, says what time it is, whether leases have run out from a floor on, whether there may be
--- somebody at gates, and whether anybody has a priority, in which case nobody is claimed here but by claim_ranked.
+-- somebody in lines and at other gates, and whether anybody has a priority: then claim_ranked claims, and not this.
 -- Otherwise an idle worker would need a statement for each.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 ranked AS MATERIALIZED (
@@ -232,11 +232,12 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
         SELECT FROM onefold.delivery
         WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
     THEN 1 ELSE 0 END,
-    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
         WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
     THEN 1 ELSE 0 END,
-    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
+    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, now
 FROM clock CROSS JOIN ranked
 
 -- name: claim_ranked
@@ -295,11 +296,12 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
         SELECT FROM onefold.delivery
         WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
     THEN 1 ELSE 0 END,
-    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
         WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
     THEN 1 ELSE 0 END,
-    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
+    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, now
 FROM clock CROSS JOIN ranked
 
 -- name: claim_crashed
@@ -336,14 +338,15 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
         SELECT FROM onefold.delivery
         WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
     THEN 1 ELSE 0 END,
-    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) OR EXISTS (
+    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
+    CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
         WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NOT NULL AND place IS NULL)
     THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
         WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND gate IS NULL AND priority > 0)
-    THEN 1 ELSE 0 END, NULL, NULL, NULL, NULL, now
+    THEN 1 ELSE 0 END, NULL, NULL, NULL, now
 FROM clock
 
 -- name: claim_again

@@ -54,6 +54,7 @@ from onefold.stores.postgres.transaction import (
     OwnTransaction,
     PostgresTransaction,
     came_back,
+    opened_queues,
     queues_to_ring,
     settled_queues,
 )
@@ -235,6 +236,7 @@ class PostgresStore:
         won = await self._settles.add(settlements) if settlements else []
         settled = [settlement for settlement, held in zip(settlements, won, strict=True) if held]
         self._bell.ring(settled_queues(settled), back=came_back(settled))
+        self._bell.ring_here(opened_queues(settled))
         return won
 
     async def _flush_settles(self, settlements: list[Settlement]) -> list[bool]:
@@ -341,6 +343,7 @@ class PostgresStore:
         finally:
             await self._pool.give_back(wire)
         self._bell.ring(own.queues, back=own.came_back)
+        self._bell.ring_here(opened_queues(own.settled))
 
     async def _was_committed(self, transaction: OwnTransaction) -> bool:
         return await resolve.was_committed(self._use("settle"), self._session, transaction)

@@ -220,11 +220,16 @@ def came_back(settlements: Iterable[Settlement]) -> bool:
 
 
 def settled_queues(settlements: Iterable[Settlement]) -> set[str]:
-    """Return the queues in which settling these has left something to claim now; a gate lets the next one through."""
+    """Return the queues in which settling these has left something to claim now."""
     settlements = list(settlements)
     back = {
         lease.envelope.queue
         for lease, outcome in settlements
-        if lease.gate is not None or isinstance(outcome, HandBack) or (isinstance(outcome, Again) and not outcome.delay)
+        if isinstance(outcome, HandBack) or (isinstance(outcome, Again) and not outcome.delay)
     }
     return back | queues_to_ring(sends_of(settlements))
+
+
+def opened_queues(settlements: Iterable[Settlement]) -> set[str]:
+    """Return the queues in which a gate may let the next one through; whoever has settled claims it."""
+    return {lease.envelope.queue for lease, _ in settlements if lease.gate is not None}

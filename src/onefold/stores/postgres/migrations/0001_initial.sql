@@ -85,8 +85,8 @@ CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, due_at)
 CREATE INDEX delivery_line ON onefold.delivery (gate, place) WHERE place IS NOT NULL;
 -- Of a line one message runs at a time, whatever the races.
 CREATE UNIQUE INDEX delivery_turn ON onefold.delivery (gate) WHERE place IS NOT NULL AND state = 1;
--- Who runs behind a gate: caps are counted from these.
-CREATE INDEX delivery_inside ON onefold.delivery (gate) WHERE state = 1 AND gate IS NOT NULL;
+-- Who else runs behind a gate: caps are counted from these two.
+CREATE INDEX delivery_inside ON onefold.delivery (gate) WHERE state = 1 AND gate IS NOT NULL AND place IS NULL;
 -- Leases that may have run out.
 CREATE INDEX delivery_lease ON onefold.delivery (lease_until) WHERE state = 1;
 -- Messages that workers died with: few, and some workers take nothing else.
