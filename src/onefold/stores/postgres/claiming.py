@@ -125,20 +125,23 @@ class Claimer:
         if repeated and (leases := await leasing.claimed(wanted)):
             return leases
         self._gates_first = (self._lines or self._crowds) and not self._gates_first
-        leases = await self._claim_gated(leasing, wanted) if self._gates_first else []
+        looked = (self._lines, self._crowds) if self._gates_first else (False, False)
+        leases = await self._claim_gated(leasing, wanted, *looked)
         if len(leases) < wanted.limit or self._overdue.floor(wanted.lease) is not None:
-            leases += await self._claim_open(leasing, _rest(wanted, leases))
-        if not self._gates_first and len(leases) < wanted.limit:
-            leases += await self._claim_gated(leasing, _rest(wanted, leases))
-        return leases
+            more, released = await self._claim_open(leasing, _rest(wanted, leases))
+            leases += more
+            looked = (False, False) if released else looked
+        # Somebody may be there whom nobody knew of before.
+        lines, crowds = self._lines and not looked[0], self._crowds and not looked[1]
+        return leases + await self._claim_gated(leasing, _rest(wanted, leases), lines, crowds)
 
-    async def _claim_gated(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
-        if not self._lines and not self._crowds:
+    async def _claim_gated(self, leasing: Leasing, wanted: Wanted, lines: bool, crowds: bool) -> list[Lease]:
+        if wanted.limit == 0 or not (lines or crowds):
             return []
-        return await self._gatekeeper.claim(leasing, wanted, lines=self._lines, crowds=self._crowds)
+        return await self._gatekeeper.claim(leasing, wanted, lines=lines, crowds=crowds)
 
-    async def _claim_open(self, leasing: Leasing, wanted: Wanted) -> list[Lease]:
-        """Claim what has no gate; with a limit of nothing only look around."""
+    async def _claim_open(self, leasing: Leasing, wanted: Wanted) -> tuple[list[Lease], int]:
+        """Claim what has no gate, or with a limit of nothing only look around; return also how many were released."""
         began_at, floor = _machine.steady(), self._overdue.floor(wanted.lease)
         leases, now, run_out, self._lines, self._crowds, ranked = await self._claim(leasing, wanted, floor)
         if ranked and not self._ranked and wanted.lane is not Lane.PROBATION:
@@ -146,7 +149,7 @@ class Claimer:
             leases = (await self._claim(leasing, wanted, None)).leases
         self._ranked = ranked
         if floor is None:
-            return leases
+            return leases, 0
         self._overdue.looked(floor, began_at)
         released = await leasing.release_expired(floor, _EXPIRED_MAX) if run_out else 0
         if released < _EXPIRED_MAX:
@@ -157,7 +160,7 @@ class Claimer:
             more = await self._claim(leasing, _rest(wanted, leases), None)
             self._lines, self._crowds = more.lines, more.crowds
             leases += more.leases
-        return leases
+        return leases, released
 
     async def _claim(self, leasing: Leasing, wanted: Wanted, lease_floor: int | None) -> Claimed:
         began_at = _machine.steady()
