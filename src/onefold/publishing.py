@@ -11,6 +11,7 @@ from onefold.batch import Batch, SyncBatch
 from onefold.blocking import SyncContext
 from onefold.context import Context
 from onefold.envelope import Envelope
+from onefold.errors import ConfigurationError
 from onefold.identity import KeySource
 from onefold.options import TaskOptions, TaskSettings
 from onefold.registry import Registry
@@ -121,8 +122,11 @@ class EventVerbs:
         also while no worker of it runs, until ``unsubscribe`` removes it.
         """
         name = event if isinstance(event, str) else event.name
-        if limits.check_name("event", name) not in self._registry.tasks:
+        known = self._registry.tasks.get(limits.check_name("event", name))
+        if known is None:
             self._add_topic(name, Any, TaskSettings(name=name), implied=True)
+        elif not isinstance(known, Topic):
+            raise ConfigurationError(f"{name!r} is a task, not an event; give the event another name")
         declare = DeclareBatchSubscriber if settings.get("batch") else DeclareSubscriber
         return declare(self, name, TaskSettings(**settings))
 

@@ -514,6 +514,12 @@ def test_what_cannot_be_declared_says_why(sqlite_bench: Bench) -> None:
         app.topic("order.placed", Order)
     with pytest.raises(ConfigurationError, match="event name"):
         app.on("Order placed")
+
+    @app.task
+    async def charge() -> None: ...
+
+    with pytest.raises(ConfigurationError, match="'charge' is a task, not an event"):
+        app.on("charge")
     with pytest.raises(ConfigurationError, match="takes 2 arguments; a subscriber takes the event"):
 
         @app.on("order.placed")  # type: ignore[arg-type]

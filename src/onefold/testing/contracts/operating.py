@@ -148,6 +148,19 @@ class OperatorContract(Contract):
         assert await ids(queue="default", states=(State.SCHEDULED,)) == {waiting}
 
     @scenario
+    async def test_a_chain_is_found_with_its_first_message_and_with_what_was_sent_in_vain(self, bench: Bench) -> None:
+        first = bench.message("a")
+        (stored,) = await bench.store.put([first])
+        child = bench.message("b", correlation_id=first.id)
+        bench.clock.advance(1)
+        stranger = bench.message("c", correlation_id="elsewhere", causation_id=first.id)
+        await bench.store.put([child, stranger])
+        for _ in range(2):
+            await bench.store.put([bench.message("b", correlation_id="another")])
+        found = {one.envelope.id: one.suppressed for one in await bench.store.find(Query(correlation_id=stored.id))}
+        assert found == {first.id: 0, child.id: 2}
+        assert await bench.store.find(Query(correlation_id=stranger.id)) == []
+
     async def test_find_by_ids_heeds_the_other_conditions_too(self, bench: Bench) -> None:
         dead = (await bench.settled("a", DEAD)).id
         mail = (await bench.put(queue="mail", message_type="other")).id
