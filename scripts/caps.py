@@ -66,12 +66,12 @@ async def run(app: App, url: str, options: argparse.Namespace, notes: Path) -> d
         await app.send_many(app.tasks["job"].call(n) for n in range(options.tasks))
         crew = [hire(command) for _ in range(options.processes)]
         try:
-            next_kill = time.monotonic() + options.kill_every
-            while (counts := (await app.count()).get("default")) and counts.scheduled + counts.leased:
-                await asyncio.sleep(0.25)
-                if time.monotonic() < next_kill:
+            spared = options.tasks - options.kill_after
+            while (counts := (await app.count()).get("default")) and (left := counts.scheduled + counts.leased):
+                await asyncio.sleep(0.1)
+                if left > spared:
                     continue
-                next_kill += options.kill_every
+                spared = left - options.kill_after
                 victim = crew.pop(chance.randrange(len(crew)))
                 victim.send_signal(signal.SIGKILL)
                 victim.wait()
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--cap", type=int, default=3)
     parser.add_argument("--hold", type=float, default=0.05, help="seconds that each task takes")
-    parser.add_argument("--kill-every", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--kill-after", type=int, default=200, help="tasks that are done between two kills")
     parser.add_argument("--busy", type=float, default=2.7, help="how many must run on average")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", nargs=2, metavar=("URL", "NOTES"), help=argparse.SUPPRESS)

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "caps.py"
 def test_a_cap_holds_while_workers_are_killed(store_url: str) -> None:
     """F2, C5: proved from the intervals that the handlers wrote down; and no place stays lost."""
     store = "sqlite" if store_url.startswith("sqlite") else "postgres"
-    size = ["--tasks", "150", "--processes", "4", "--hold", "0.03", "--kill-every", "1", "--busy", "0.5"]
+    size = ["--tasks", "150", "--processes", "4", "--hold", "0.03", "--kill-after", "30", "--busy", "0"]
     done = subprocess.run(
         [sys.executable, SCRIPT, "--store", store, *size], capture_output=True, text=True, timeout=100
     )
