@@ -217,7 +217,7 @@ SCHEDULE_BYTES_MAX = 16_384
 
 #: An event is copied to all of its subscribers in one commit, each with a body of its own.
 SUBSCRIBERS_MAX = 200
-#: Messages in one chain that are shown; what goes on further is a history, and belongs into a report.
+#: Messages in one chain that are shown, which is one page; what goes on further is a history, not a chain.
 CHAIN_MAX = 1_000
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
