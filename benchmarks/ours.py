@@ -75,14 +75,14 @@ class Onefold:
             await store.settle([(lease, Done(b"null")) for lease in leases])
         return taken
 
-    async def park(self, *, messages: int, seconds: float | None) -> None:
+    async def park(self, *, messages: int, seconds: float | None, first: int = 0) -> None:
         """Send runs and park them as their first stretch would: for a signal, or until so many seconds are over."""
         store, types = self._app.store, self._app._registry.types()
         name, fingerprint = ("go#1", b"") if seconds is None else ("sleep#1", fingerprint_of_call((seconds,), {}))
         timer = Step(name, StepKind.TIMER, msgspec.json.encode(seconds), fingerprint)
         awaits, parked = (1 if seconds is None else 0), 0
-        for start in range(0, messages, _PARKED_AT_ONCE):
-            jobs = [make_job(seq) for seq in range(start, min(start + _PARKED_AT_ONCE, messages))]
+        for start in range(first, first + messages, _PARKED_AT_ONCE):
+            jobs = [make_job(seq) for seq in range(start, min(start + _PARKED_AT_ONCE, first + messages))]
             await self._app.send_many(self._task.call(*job, seconds) for job in jobs)
             leases = await store.claim([_QUEUE], types=types, limit=len(jobs), lease=_CLAIM_LEASE, worker="bench")
             # Nothing is due before all are parked.
@@ -90,6 +90,10 @@ class Onefold:
             parked += len(leases)
         if parked != messages:
             raise RuntimeError(f"{parked} of {messages} runs were parked")
+
+    async def send_awake(self, *, seq: int) -> None:
+        """Send a run that is through at once."""
+        await self._task.send(*make_job(seq), 0.0)
 
 
 def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, Any]]:

@@ -12,7 +12,7 @@ from benchmarks.processes import Agent
 
 STATEMENTS = "S9 statements"
 RUNNING = 10_000
-_SETTLE_SECONDS = 4.0
+_SETTLE_SECONDS = 2.0
 _START_SECONDS_MAX = 20.0
 _BYTES_PER_MEGABYTE = 1_000_000
 
@@ -31,8 +31,7 @@ async def settled_idle(place: Place, url: str, mode: Mode, statements_row: str) 
         engine.log_statements(url)
     board = Board(place.directory, 0, 0)
     async with place.deployed(url, board, 1, mode) as worker:
-        if mode is Mode.PLAIN:
-            await wait_for(board, 1, [worker])
+        await wait_for(board, 1, [worker])
         await asyncio.sleep(_SETTLE_SECONDS)
         cpu, statements = _cpu_seconds(worker), _statements(engine)
         await asyncio.sleep(seconds)

@@ -21,7 +21,9 @@ _SECONDS_MAX = 300.0
 async def parked(place: Place) -> Figures:
     """Let a worker wait beside runs that all wait for a signal."""
     async with place.sender(Mode.PARKED) as (sender, url):
-        await sender.ask("special", name="park", messages=place.scale.parked_runs, seconds=None)
+        await sender.ask("special", name="park", messages=place.scale.parked_runs, seconds=None, first=1)
+        # One that is through at once tells when the worker has begun.
+        await sender.ask("special", name="send_awake", seq=0)
         return await settled_idle(place, url, Mode.PARKED, STATEMENTS)
 
 
