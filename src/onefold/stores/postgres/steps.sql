@@ -185,9 +185,10 @@ CROSS JOIN LATERAL (SELECT id, headers FROM onefold.message WHERE message.id = o
 WHERE o.id = ANY (%(ids)s::uuid[]) AND m.headers IS NOT NULL
 
 -- name: steps
--- Several journals at once; one without lines has no rows.
-SELECT message_id::text, name, kind::bigint, value, fingerprint, at, seq
-FROM onefold.step WHERE message_id = ANY (%(ids)s::uuid[]) ORDER BY message_id, seq
+-- Several journals at once; one without lines has no rows.  Each is looked up by the index, however many there are.
+SELECT s.message_id::text, s.name, s.kind::bigint, s.value, s.fingerprint, s.at, s.seq
+FROM unnest(%(ids)s::uuid[]) AS given (id)
+CROSS JOIN LATERAL (SELECT * FROM onefold.step WHERE step.message_id = given.id ORDER BY step.seq OFFSET 0) s
 
 -- name: parts
 SELECT name, data FROM onefold.blob WHERE message_id = %(id)s::uuid ORDER BY name, part
