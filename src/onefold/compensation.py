@@ -62,7 +62,8 @@ async def compensate(
     through = {line.name for line in lines if line.kind is StepKind.RESULT}
     begun = [line.name for line in reversed(begun_steps(lines)) if decode_begun(line.value).undo is not None]
     left = [name for name in begun if undo_name(name) not in through]
-    if left and refusal is not None:
+    # How long it may take was said of what it does, not of undoing that.
+    if left and refusal is not None and refusal.reason != "expired":
         return _stuck(lease, lines, undo_name(left[0]), refusal)
     undos = Journal(lease.id, filter(_of_undos, lines), replay_count=sum(map(_is_stuck, lines)))
     for name in begun:

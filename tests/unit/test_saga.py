@@ -465,6 +465,11 @@ def test_cancelling_a_saga_while_a_step_runs_undoes_that_step_too(bench: Bench) 
 def test_a_saga_that_may_not_go_on_is_undone(bench: Bench, trip: Trip) -> None:
     """One that expired after it had begun, or whose workers keep dying."""
 
+    @bench.app.saga(retry=LATER)
+    async def wrong(run: Run, name: str) -> None:
+        await run.step(trip.hold, name)
+        raise ValueError("it is tried again")
+
     async def scenario() -> None:
         receipt = await trip.book.send("rome")
         await bench.work()
@@ -478,11 +483,23 @@ def test_a_saga_that_may_not_go_on_is_undone(bench: Bench, trip: Trip) -> None:
         assert trip.calls == ["hold", "pay", "refund", "release"]
         with pytest.raises(SagaError, match="its worker died"):
             await receipt.result()
+        calls = len(trip.calls)
+        for cancelled in (False, True):
+            begun = await wrong.options(expires=100.0).send("oslo")
+            await bench.work()
+            bench.clock.advance(200.0)
+            if cancelled:
+                assert await bench.app.cancel(begun.id, **BY)
+            await drain(bench.app)
+            with pytest.raises(SagaError, match="Cancelled" if cancelled else "not done within its time"):
+                await begun.result()
+        assert trip.calls[calls:] == ["hold", "release"] * 2
+        calls = len(trip.calls)
         late = await trip.book.options(expires=5.0).send("bonn")
         bench.clock.advance(6.0)
         await drain(bench.app)
         assert await trip.status(late) is SagaStatus.FAILED
-        assert len(trip.calls) == 4
+        assert len(trip.calls) == calls
 
     bench.run(scenario)
 
