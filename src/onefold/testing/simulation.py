@@ -7,6 +7,7 @@ At the end the faults cease, a fresh worker drains the queues, and the checker l
 The same seed makes the same history, so a failure can be replayed and looked at.
 
 ``python -m onefold.testing.simulation --seeds 2000`` runs many; ``--seed 17`` replays one and prints its history.
+With ``--runs`` the worlds are full of workflows.
 """
 
 from __future__ import annotations
