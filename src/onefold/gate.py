@@ -60,20 +60,20 @@ class Gating:
     #: What is done with a message whose ``sequence`` says that one before it is missing, and after how long.
     gap: Gap = "wait"
     gap_seconds: float = limits.GAP_SECONDS
+    #: Whether who was let through takes something from others: a place or a token.
+    is_limited: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether who was let through takes something from others: a place or a token."""
-        return any(limit is not None for limit in (self.max_running, self.max_running_each, self.rate, self.rate_each))
+    def __post_init__(self) -> None:
+        given = (self.max_running, self.max_running_each, self.rate, self.rate_each)
+        object.__setattr__(self, "is_limited", any(limit is not None for limit in given))
 
 
 NO_GATINGS: Mapping[str, Gating] = {}
 
 
-def is_limited(gatings: Mapping[str, Gating], gate: str) -> bool:
-    """Whether who passes this gate takes something from others."""
-    gating = gatings.get(name_of(gate))
-    return gating is not None and gating.is_limited
+def limited_names(gatings: Mapping[str, Gating]) -> frozenset[str]:
+    """Return the names of the gates at which who passes takes something from others."""
+    return frozenset(name for name, gating in gatings.items() if gating.is_limited)
 
 
 def soonest_token(gatings: Mapping[str, Gating]) -> float:
@@ -151,6 +151,8 @@ class Gate:
             raise ConfigurationError(f"{task}: {' and '.join(sources)} exclude each other; a message waits at one gate")
         self._task = task
         self.name = task if settings.gate_name is None else limits.check_name("gate", settings.gate_name)
+        #: What the text of each of its gates begins with.
+        self.prefix = f"{self.name}:"
         self.is_ordered = settings.ordering_key is not None
         self._key: KeyFunction | None = None
         for what, source in sources.items():

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 from onefold.errors import EnvelopeError, SequenceGapError
-from onefold.gate import name_of
 from onefold.retry import failure_of
 from onefold.store import Again, Dead, Failure, HandBack, Lease, Outcome
 from onefold.task import Task
@@ -29,7 +28,7 @@ def refuse(task: Task[Any, Any], lease: Lease, quarantine_after: int) -> Outcome
     if not task.understands(envelope):
         logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
         return Again(UNSUPPORTED_SECONDS, None, counted=False)
-    if task.adopts and task.gate.is_for_all and (lease.gate is None or name_of(lease.gate) != task.gate.name):
+    if task.adopts and task.gate.is_for_all and not (lease.gate or "").startswith(task.gate.prefix):
         return _adopt(task, lease)
     return _judge_gap(task, lease) if lease.gap else None
 

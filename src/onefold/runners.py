@@ -16,7 +16,7 @@ from onefold.clock import MICROSECONDS, give_way
 from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings
-from onefold.gate import is_limited
+from onefold.gate import limited_names, name_of
 from onefold.settling import Held, Settler
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
@@ -56,6 +56,7 @@ class Runners:
         self._changed = changed
         self._forget = forget
         self._batched = {task.name: task for task in execution.registry.tasks.values() if task.handler.batch}
+        self._limited = limited_names(execution.registry.gatings)
         #: In the order in which they were made, so that a simulation repeats itself.
         self._tasks: dict[asyncio.Task[None], None] = {}
         #: One was made that has not begun.
@@ -255,10 +256,9 @@ class Runners:
 
     def _is_awaited(self, lease: Lease) -> bool:
         """Whether its outcome is not to wait for others: its task says so, or somebody waits for its place."""
-        registry = self._execution.registry
-        if lease.gate is not None and is_limited(registry.gatings, lease.gate):
+        if self._limited and lease.gate is not None and name_of(lease.gate) in self._limited:
             return True
-        return registry.handler(lease.envelope).settle == "now"
+        return self._execution.registry.handler(lease.envelope).settle == "now"
 
     def _drop(self, held: Held) -> None:
         """Let go of a message that is no longer ours, or no longer surely so."""

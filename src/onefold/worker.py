@@ -19,7 +19,7 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import Roll, WorkerRecord, WorkerSettings, describe
-from onefold.gate import is_limited, soonest_token
+from onefold.gate import limited_names, name_of, soonest_token
 from onefold.purging import keep_purged
 from onefold.renewing import Renewer
 from onefold.reporting import Reporter
@@ -54,6 +54,7 @@ class Worker:
         # A process for suspects may die at any moment; the others tick.
         self._ticker = None if settings.lane is Lane.PROBATION else ticker
         self._gatings = execution.registry.gatings
+        self._limited = limited_names(self._gatings)
         types = execution.registry.types()
         self._claimer = Claimer(self._store, self._clock, types, self._gatings, settings, self._accept)
         #: Until when a message of a rate that this worker has run may have left others waiting for tokens.
@@ -172,7 +173,7 @@ class Worker:
 
     def _is_limited(self, lease: Lease) -> bool:
         """Whether it takes a place or a token from others, and so is not to be kept waiting."""
-        return lease.gate is not None and is_limited(self._gatings, lease.gate)
+        return bool(self._limited) and lease.gate is not None and name_of(lease.gate) in self._limited
 
     def _in_hand(self, queue: str) -> int:
         return sum(1 for held in self._held.values() if held.lease.envelope.queue == queue)

@@ -26,6 +26,10 @@ LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
 _STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
 
 
+#: For gates whose name nobody here has declared.
+_UNLIMITED = Gating(name="-")
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a claim asks for."""
@@ -61,7 +65,7 @@ class Budget:
 
     def __init__(self, session: Session, asked: Asked, now: int) -> None:
         self._session = session
-        self._gatings = asked.gatings
+        self._gatings = {name: one for name, one in asked.gatings.items() if one.is_limited}
         self._now = now
         self._at_once = asked.limit if asked.at_once is None else asked.at_once
         self._left: dict[str, int] = {}
@@ -72,8 +76,8 @@ class Budget:
 
     def left(self, gate: str) -> int:
         """How many may pass this gate now."""
-        gating = self._gatings.get(name_of(gate))
-        if gating is None or not gating.is_limited:
+        gating = self._gatings.get(name_of(gate)) if self._gatings else None
+        if gating is None:
             return self.room
         return min(self.room, self._at_once, self._left_of_name(gating), self._left_of_gate(gate, gating))
 
@@ -108,8 +112,8 @@ class Budget:
         """Let one pass."""
         self.room -= 1
         self.stopped_at = gate
-        gating = self._gatings.get(name_of(gate))
-        if gating is None or not gating.is_limited:
+        gating = self._gatings.get(name_of(gate)) if self._gatings else None
+        if gating is None:
             return
         self._at_once -= 1
         for key in (gating.name, gate):
@@ -140,7 +144,7 @@ class Gates:
             for gate, somebody_runs, last, *head in session.rows("line_heads", gates):
                 if somebody_runs or budget.left(gate) <= 0:
                     continue
-                gating = asked.gatings.get(name_of(gate)) or Gating(name=name_of(gate))
+                gating = asked.gatings.get(name_of(gate), _UNLIMITED)
                 if (pick := _turn(session, gate, Head(*head), gating, last, asked, now)) is not None:
                     budget.take(gate)
                     yield pick

@@ -93,8 +93,10 @@ ORDER BY due_at LIMIT ?5
 
 -- name: gate_running
 -- Counted anew each time: a counter would stay behind when a worker dies.
-SELECT count(*) FROM onefold_delivery INDEXED BY onefold_delivery_inside
-WHERE state = 1 AND gate IS NOT NULL AND gate >= ?1 AND gate <= ?2
+SELECT (SELECT count(*) FROM onefold_delivery INDEXED BY onefold_delivery_inside
+        WHERE state = 1 AND gate IS NOT NULL AND place IS NULL AND gate >= ?1 AND gate <= ?2)
+    + (SELECT count(*) FROM onefold_delivery INDEXED BY onefold_delivery_turn
+        WHERE state = 1 AND place IS NOT NULL AND gate >= ?1 AND gate <= ?2)
 
 -- name: gate_bucket
 SELECT tokens, at FROM onefold_gate WHERE gate = ? AND tokens IS NOT NULL

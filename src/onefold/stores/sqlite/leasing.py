@@ -46,7 +46,8 @@ def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker:
             budget.room -= len(rows)
             leases += [_lease_of(row, now, worker) for row in rows]
             continue
-        kinds = {_some_plain: True, gates.lines: lined, gates.crowds: crowded}
+        plain = _by_priority if prioritised else _plain_picks
+        kinds = {plain: True, gates.lines: lined, gates.crowds: crowded}
         picks = [
             pick
             for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn)
@@ -69,17 +70,23 @@ def _plain(session: Session, asked: Asked, queue: str, now: int, number: int) ->
     return session.rows(statement, queue, now, asked.known, number, *bounds)
 
 
-def _some_plain(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
-    """Choose those that wait at no gate, where some have a priority."""
+def _plain_picks(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
+    """Choose those that wait at no gate."""
+    rows = _plain(session, asked, queue, now, budget.room)
+    budget.room -= len(rows)
+    return (Pick(row[19]) for row in rows)
+
+
+def _by_priority(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
+    """Choose those that wait at no gate, of which some have a priority; who may be dangerous has none."""
     if asked.lane is Lane.PROBATION:
-        chosen = [row[19] for row in _plain(session, asked, queue, now, budget.room)]
-    else:
-        given = (queue, now, asked.known, asked.crashes_max, budget.room)
-        levels = [(0, session.rows("claim_level_plain", *given))]
-        levels += [(level, session.rows("claim_level", *given, level)) for level in range(1, limits.PRIORITY_MAX + 1)]
-        chosen = merged(levels, budget.room)
+        return _plain_picks(session, asked, queue, now, budget)
+    given = (queue, now, asked.known, asked.crashes_max, budget.room)
+    levels = [(0, session.rows("claim_level_plain", *given))]
+    levels += [(level, session.rows("claim_level", *given, level)) for level in range(1, limits.PRIORITY_MAX + 1)]
+    chosen = merged(levels, budget.room)
     budget.room -= len(chosen)
-    yield from (Pick(seq) for seq in chosen)
+    return (Pick(seq) for seq in chosen)
 
 
 def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) -> RowLease:

@@ -69,8 +69,9 @@ CREATE INDEX onefold_delivery_lined ON onefold_delivery (queue, gate) WHERE stat
 -- Who is first in a line, and that only one of it runs, whatever a claim thinks.
 CREATE INDEX onefold_delivery_line ON onefold_delivery (gate, place) WHERE place IS NOT NULL;
 CREATE UNIQUE INDEX onefold_delivery_turn ON onefold_delivery (gate) WHERE place IS NOT NULL AND state = 1;
--- Who has come through a gate and runs.
-CREATE INDEX onefold_delivery_inside ON onefold_delivery (gate) WHERE state = 1 AND gate IS NOT NULL;
+-- Who else has come through a gate and runs.
+CREATE INDEX onefold_delivery_inside ON onefold_delivery (gate)
+WHERE state = 1 AND gate IS NOT NULL AND place IS NULL;
 -- Leases that may have run out.
 CREATE INDEX onefold_delivery_lease ON onefold_delivery (lease_until) WHERE state = 1;
 -- The few that a worker died with, for those who run or judge them apart.
