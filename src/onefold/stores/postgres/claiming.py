@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
-from onefold.stores.postgres.gatekeeper import Gatekeeper
+from onefold.stores.postgres.gatekeeper import Gatekeeper, is_limited
 from onefold.stores.postgres.leasing import Claimed, Leasing, Wanted
 from onefold.stores.postgres.wire import Wire
 
@@ -184,4 +184,9 @@ class Claimer:
 
 
 def _rest(wanted: Wanted, leases: list[Lease]) -> Wanted:
-    return replace(wanted, limit=wanted.limit - len(leases)) if leases else wanted
+    """Return what is still wanted when these were taken."""
+    if not leases:
+        return wanted
+    limited = sum(lease.gate is not None and is_limited(wanted.gatings, lease.gate) for lease in leases)
+    at_once = None if wanted.at_once is None else wanted.at_once - limited
+    return replace(wanted, limit=wanted.limit - len(leases), at_once=at_once)

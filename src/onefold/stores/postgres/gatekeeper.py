@@ -261,3 +261,9 @@ class _Look:
 
     async def _give_way(self) -> None:
         await _machine.sleep(_GIVE_WAY_SECONDS * _chance.uniform(0.5, 1.0))
+
+
+def is_limited(gatings: Mapping[str, Gating], gate: str) -> bool:
+    """Whether who is let through this gate takes something from others."""
+    gating = gatings.get(name_of(gate))
+    return gating is not None and gating.is_limited
