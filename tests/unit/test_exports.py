@@ -39,6 +39,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "LedgerEntry",
         "LimitError",
         "Link",
+        "Never",
         "NotHappened",
         "OnefoldError",
         "Progress",
@@ -52,6 +53,11 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Retry",
         "RetryPolicy",
         "Run",
+        "Saga",
+        "SagaError",
+        "SagaRecord",
+        "SagaStatus",
+        "SagaStep",
         "Schedule",
         "SchemaError",
         "SequenceGapError",
@@ -59,6 +65,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Snooze",
         "State",
         "StepError",
+        "StepStatus",
         "StoreError",
         "StoreUnavailableError",
         "Subscription",
@@ -79,6 +86,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "UncertainError",
         "Workflow",
         "__version__",
+        "never",
     ]
     assert onefold.__all__ == sorted(onefold.__all__)
 
