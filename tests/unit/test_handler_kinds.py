@@ -1277,6 +1277,7 @@ def test_only_what_a_worker_needs_is_public_beside_the_verbs() -> None:
         "execute",
         "fetch",
         "in_transaction",
+        "publish",
         "send",
         "send_many",
         "signal",
