@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
 import onefold
-from onefold import App, Call, Context, DeadGroup, DeadLetter, Envelope, Receipt, RetryPolicy, State, Task
+from onefold import App, Call, Context, DeadGroup, DeadLetter, Envelope, Rate, Receipt, RetryPolicy, Run, State, Task
 from onefold.store import Counts, Query, Record
 from onefold.task import BoundTask
 
@@ -53,6 +53,35 @@ def key_of(order_id: int) -> str:
 @app.task(key=key_of, subject="order:{order_id}", settle="now", expires=None)
 async def by_function(order_id: int) -> dict[str, int]:
     return {"order": order_id}
+
+
+@app.task(gate="{tenant}", max_running=10, max_running_each=2, rate=Rate(100, per=60), rate_each=Rate(5, burst=1))
+async def limited(tenant: str) -> int:
+    return 1
+
+
+def account_of(account: str) -> str:
+    return account.lower()
+
+
+@app.task(ordering_key=account_of, on_failure="skip", gap="retry", gap_after=timedelta(seconds=5))
+async def lined(account: str) -> str:
+    return account
+
+
+@app.workflow(fair_key="{tenant}", priority=3, gate_name="runs")
+async def fair(run: Run, tenant: str) -> str:
+    return tenant
+
+
+def gates() -> None:
+    """F2 to F7: a gate leaves the signature as it is, and its settings are typed."""
+    assert_type(limited.call("t"), Call[int])
+    assert_type(lined.call("a"), Call[str])
+    assert_type(fair.call("t"), Call[str])
+    app.task(max_running="3")  # type: ignore[call-overload]
+    app.task(ordering_key="{a}", on_failure="panic")  # type: ignore[call-overload]
+    app.task(rate=5)  # type: ignore[call-overload]
 
 
 def test_a_task_keeps_the_signature_of_its_function_without_the_context() -> None:
@@ -106,6 +135,8 @@ async def options() -> None:
     assert_type(bound.options(queue="fast").call(1), Call[str])
     await plain.options(delay=5, expires=None, sequence=3, deduplicate="d", deduplicate_for=60).send(1)
     await plain.options(at=datetime(2030, 1, 1, tzinfo=UTC), expires=timedelta(days=1)).send(1)
+    await plain.options(ordering_key="a", sequence=1).send(1)
+    await plain.options(priority=9).send(1)
 
 
 async def wrong_options() -> None:
@@ -196,5 +227,7 @@ async def resources() -> AsyncGenerator[dict[str, str], None]:
 
 def test_this_module_is_checked_by_both_type_checkers() -> None:
     """P5: and the declarations in it hold at run time too."""
-    assert sorted(app.tasks) == ["by_function", "handler", "keyed", "nothing", "plain", "with_context"]
+    assert sorted(app.tasks) == [
+        "by_function", "fair", "handler", "keyed", "limited", "lined", "nothing", "plain", "with_context"
+    ]  # fmt: skip
     assert onefold.__version__

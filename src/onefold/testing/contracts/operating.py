@@ -161,6 +161,7 @@ class OperatorContract(Contract):
         assert found == {first.id: 0, child.id: 2}
         assert await bench.store.find(Query(correlation_id=stranger.id)) == []
 
+    @scenario
     async def test_find_by_ids_heeds_the_other_conditions_too(self, bench: Bench) -> None:
         dead = (await bench.settled("a", DEAD)).id
         mail = (await bench.put(queue="mail", message_type="other")).id
