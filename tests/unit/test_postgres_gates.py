@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any, Literal
 
@@ -97,6 +98,25 @@ def test_many_claimers_never_run_more_than_the_cap_and_leave_no_place_empty(post
                 assert len(held) == min(CAP, messages - len(done))
                 await asyncio.gather(*(settle(store) for store in stores[: 1 + len(done) % len(held)]))
             assert len(set(done)) == messages
+
+    run(scenario)
+
+
+def test_gates_take_turns_at_a_limit(postgres_url: str) -> None:
+    one = {"charge": Gating(name="charge", max_running=1)}
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            for tenant in "abc":
+                await store.put([envelope(gate=f"charge:{tenant}") for _ in range(5)])
+                await store.put([envelope(gate=f"charge:line-{tenant}", ordering_key=tenant) for _ in range(5)])
+            seen: Counter[str | None] = Counter()
+            for _ in range(12):
+                asked: dict[str, Any] = {"types": ["charge"], "limit": 9, "lease": 30, "worker": "w", "gatings": one}
+                (lease,) = await store.claim(["default"], **asked)
+                seen[lease.gate] += 1
+                await store.settle([(lease, Done(b"1"))])
+            assert set(seen.values()) == {2}, seen
 
     run(scenario)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from psycopg import errors
 
@@ -53,9 +53,17 @@ class Waiting:
 
 
 class _Portion(Protocol):
-    """Looks at a portion of gates and takes what may pass; False when all were looked at."""
+    """Looks at a portion of gates and takes what may pass; returns how many they were, and whether there are more."""
 
-    async def __call__(self, *, first: bool) -> bool: ...
+    async def __call__(self, *, first: bool) -> tuple[int, bool]: ...
+
+
+class _Step(NamedTuple):
+    """Where the next claim begins, where this one goes on, and whether there was no room for all who were ready."""
+
+    stop: str
+    next: str
+    full: bool
 
 
 class Cursor:
@@ -98,6 +106,8 @@ class _Look:
         self._leases: list[Lease] = []
         #: Names of gates that let nobody through any more.
         self._shut: set[str] = set()
+        #: Where this look has got to.
+        self._line, self._crowds = cursor.line, dict(cursor.crowds)
 
     async def claim(self, *, lines: bool, crowds: bool) -> list[Lease]:
         self._cursor.lines_first = not self._cursor.lines_first
@@ -112,43 +122,47 @@ class _Look:
         for number in range(limits.GATE_PORTIONS_MAX):
             if self._limit == 0:
                 return
-            found, more = len(self._leases), True
+            found = len(self._leases)
             try:
-                more = await portion(first=number == 0)
+                seen, more = await portion(first=number == 0)
             except errors.UniqueViolation:
                 # Somebody who backed off was let through meanwhile: what was seen is out of date.
                 await self._give_way()
-            few = len(self._leases) - found < _PORTION // 2
+                continue
+            few = seen >= _PORTION and len(self._leases) - found < _PORTION // 2
             if not more or (few and len(self._leases) > before):
                 return
 
     # looking
 
-    async def _walk_lines(self, *, first: bool) -> bool:
-        """Look at a portion of lines and take what may run; False when there are no more behind them."""
-        after, is_crashed = self._cursor.line, self._wanted.lane is Lane.PROBATION
+    async def _walk_lines(self, *, first: bool) -> tuple[int, bool]:
+        """Look at a portion of lines and take what may run."""
+        after, is_crashed = self._line, self._wanted.lane is Lane.PROBATION
         asked = {**self._asked, "after": after, "portion": _PORTION}
         rows = await self._wire.rows("lines_crashed" if is_crashed else "lines_after", asked)
         seen = [row[0] for row in rows]
         if behind := [row[0] for row in rows if row[4] and self._gating(row[0]).on_failure == "skip"]:
             asked = {**self._asked, "gates": texts(behind), "portion": limits.PASSED_OVER_MAX + 1}
             rows += await self._wire.rows("line_front", asked)
-        heads = [self._head(row) for row in rows if row[3]]
-        taken = await self._take([head for head in heads if head is not None])
+        heads = [head for row in rows if row[3] and (head := self._head(row)) is not None]
+        taken = await self._take(heads)
         if is_crashed:
-            return False
-        self._cursor.line = self._stop(seen, taken)
-        return bool(self._cursor.line or (first and after))
+            return len(rows), False
+        step = self._step(self._cursor.line, seen, [head.gate for head in heads], taken)
+        self._cursor.line, self._line = step.stop, step.next
+        return len(seen), not step.full and bool(step.next or (first and after))
 
-    def _stop(self, seen: Sequence[str], taken: Sequence[str]) -> str:
-        """Return where the next look begins: after who was taken last if there was no more room, or after all seen."""
-        if taken and self._limit == 0:
-            return taken[-1]
+    def _step(self, stop: str, seen: Sequence[str], ready: Sequence[str], taken: Sequence[str]) -> _Step:
+        """Return where this look goes on, and where the next one begins; so far that was at ``stop``."""
+        if taken and len(taken) < len(ready):
+            return _Step(taken[-1], "", full=True)
         if len(seen) < _PORTION:
-            return ""
+            # Whoever was ready and could not be let through is still next.
+            return _Step(stop if ready and not taken else "", "", full=False)
         name = name_of(seen[-1])
         # Behind all gates of a name that lets nobody through.
-        return f"{name};" if name in self._shut else seen[-1]
+        after = f"{name};" if name in self._shut else seen[-1]
+        return _Step(after, after, full=False)
 
     def _head(self, row: Row) -> Waiting | None:
         gate, id_, fence, _, _, gap, waited = row
@@ -157,21 +171,24 @@ class _Look:
             return None
         return Waiting(gate, gating, id_, fence, gap and gating.gap != "skip")
 
-    async def _walk_crowds(self, *, first: bool) -> bool:
+    async def _walk_crowds(self, *, first: bool) -> tuple[int, bool]:
         """The same for a portion of gates without an order."""
-        queues, cursors, is_crashed = self._wanted.queues, self._cursor.crowds, self._wanted.lane is Lane.PROBATION
-        afters = [cursors.get(queue, "") for queue in queues]
+        queues, stops, is_crashed = self._wanted.queues, self._cursor.crowds, self._wanted.lane is Lane.PROBATION
+        afters = [self._crowds.get(queue, "") for queue in queues]
         asked = {**self._asked, "afters": texts(afters), "portion": _PORTION}
         rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
-        taken = await self._take(
-            [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
-        )
+        crowds = [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
+        taken = set(await self._take(crowds))
         if is_crashed:
-            return False
+            return len(rows), False
+        full, more = False, first and any(afters)
         for queue in queues:
             seen = [row[1] for row in rows if row[0] == queue]
-            cursors[queue] = self._stop(seen, [gate for gate in taken if gate in seen])
-        return any(cursors[queue] or (first and after) for queue, after in zip(queues, afters, strict=True))
+            ready = [one.gate for one in crowds if one.queue == queue]
+            step = self._step(stops.get(queue, ""), seen, ready, [gate for gate in ready if gate in taken])
+            stops[queue], self._crowds[queue] = step.stop, step.next
+            full, more = full or step.full, more or bool(step.next)
+        return len(rows), more and not full
 
     def _gating(self, gate: str) -> Gating:
         name = name_of(gate)
