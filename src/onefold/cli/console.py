@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
@@ -18,7 +19,9 @@ from onefold.errors import ConfigurationError
 from onefold.loading import load_app
 
 errors = Console(stderr=True, highlight=False)
-output = Console(highlight=False)
+#: Where no terminal says how wide it is, lines are as long as they need to be: a cut id is of no use to a program.
+_PIPED_WIDTH = 240
+output = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
 AppArgument = Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the app is, such as shop.tasks:app.")]
 AppOrUrl = Annotated[
