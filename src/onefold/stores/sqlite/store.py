@@ -33,6 +33,7 @@ from onefold.store import (
     Said,
     Stored,
 )
+from onefold.stores.coalesce import Coalescer
 from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, UNREADABLE, Patience, Trace, open_connection, translated
 from onefold.stores.sqlite.files import refuse_unsafe_file
@@ -57,6 +58,8 @@ Answer = TypeVar("Answer")
 
 #: What touches any number of rows is never done on the event loop.
 _MANY_ROWS = limits.SEND_MANY_MAX
+#: Journals that are read together; each may be large.
+_JOURNALS_MAX = 100
 
 
 class SQLiteStore:
@@ -107,6 +110,7 @@ class SQLiteStore:
             self._connect, self._clock, self._writing, threaded=not self._inline, lasting=not self._memory
         )
         self._reader = None if self._memory else self._make_reader()
+        self._journals: Coalescer[str, list[Step]] = Coalescer(self._read_journals, most=_JOURNALS_MAX)
         self._opened = True
         try:
             await self._writer.open()
@@ -129,6 +133,7 @@ class SQLiteStore:
         if not self._opened or self._home.abroad:
             return
         self._home.refuse_strangers()
+        await self._journals.close()
         self._opened = False
         self._wake.close()
         await self._writer.close()
@@ -260,7 +265,12 @@ class SQLiteStore:
         return await self._read(lambda session: find(session, query))
 
     async def steps(self, message_id: str) -> list[Step]:
-        return await self._read(lambda session: Steps(session.connection).read(message_id))
+        self._refuse_misuse()
+        return (await self._journals.add([message_id]))[0]
+
+    async def _read_journals(self, message_ids: list[str]) -> list[list[Step]]:
+        """Read several in one go: the way to the reader's thread costs more than a journal."""
+        return await self._read(lambda session: [Steps(session.connection).read(one) for one in message_ids])
 
     async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
         return await self._read(lambda session: progress(session, ids))
