@@ -71,7 +71,7 @@ class Budget:
         self._left: dict[str, int] = {}
         self._buckets: dict[str, tuple[Rate, Bucket]] = {}
         self.room = asked.limit
-        #: The gate that took the last place.
+        #: The gate that took the last place in this walk.
         self.stopped_at: str | None = None
 
     def left(self, gate: str) -> int:
@@ -178,6 +178,7 @@ class Gates:
                 yield crashed
             return
         start = stop = self.stops.get((queue, kind), "")
+        budget.stopped_at = None
         is_around = False
         # As many as there is room for are enough, unless they are shut.
         size = min(limits.GATES_PER_CLAIM, max(budget.room, _PORTION_MIN))
@@ -190,10 +191,10 @@ class Gates:
             if portion:
                 yield portion
                 stop = portion[-1][0]
-            if budget.room <= 0 and budget.stopped_at is not None:
-                stop = budget.stopped_at
-                break
-            if at_end and (is_around or not start):
+            if budget.room <= 0 or (at_end and (is_around or not start)):
+                # The next walk begins behind the gate that was served last, not where this one ended: when a place
+                # is free again, it is the next one's turn.
+                stop = budget.stopped_at or start
                 break
             if at_end:
                 stop, is_around = "", True

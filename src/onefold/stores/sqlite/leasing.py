@@ -46,15 +46,18 @@ def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker:
             budget.room -= len(rows)
             leases += [_lease_of(row, now, worker) for row in rows]
             continue
-        plain = _by_priority if prioritised else _plain_picks
-        kinds = {plain: True, gates.lines: lined, gates.crowds: crowded}
-        picks = [
-            pick
-            for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn)
-            for pick in choose(session, asked, queue, now, budget)
-        ]
-        rows = session.rows("claim_rows", as_json([pick.seq for pick in picks]))
-        leases += [_lease_of(row, now, worker, pick) for row, pick in zip(rows, picks, strict=True)]
+        # Who may be dangerous has no priority.
+        by_priority = _by_priority if prioritised and asked.lane is not Lane.PROBATION else None
+        kinds = {by_priority: True, gates.lines: lined, gates.crowds: crowded}
+        for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn):
+            if choose is None:
+                rows = _plain(session, asked, queue, now, budget.room)
+                budget.room -= len(rows)
+                leases += [_lease_of(row, now, worker) for row in rows]
+                continue
+            picks = list(choose(session, asked, queue, now, budget))
+            rows = session.rows("claim_rows", as_json([pick.seq for pick in picks])) if picks else []
+            leases += [_lease_of(row, now, worker, pick) for row, pick in zip(rows, picks, strict=True)]
         gates.turn += 1
     if leases:
         until = steady + round(lease * MICROSECONDS)
@@ -70,17 +73,8 @@ def _plain(session: Session, asked: Asked, queue: str, now: int, number: int) ->
     return session.rows(statement, queue, now, asked.known, number, *bounds)
 
 
-def _plain_picks(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
-    """Choose those that wait at no gate."""
-    rows = _plain(session, asked, queue, now, budget.room)
-    budget.room -= len(rows)
-    return (Pick(row[19]) for row in rows)
-
-
 def _by_priority(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
-    """Choose those that wait at no gate, of which some have a priority; who may be dangerous has none."""
-    if asked.lane is Lane.PROBATION:
-        return _plain_picks(session, asked, queue, now, budget)
+    """Choose those that wait at no gate, of which some have a priority."""
     given = (queue, now, asked.known, asked.crashes_max, budget.room)
     levels = [(0, session.rows("claim_level_plain", *given))]
     levels += [(level, session.rows("claim_level", *given, level)) for level in range(1, limits.PRIORITY_MAX + 1)]

@@ -134,6 +134,19 @@ class FairContract(Contract):
         assert sorted(seen[:3]) == sorted(seen[3:]) == ["a", "b", "c"]
 
     @scenario
+    async def test_one_place_goes_round_among_those_who_wait_for_it(self, bench: Bench) -> None:
+        one = [Gating(name="task", max_running=1)]
+        for tenant in "abc":
+            await put_many(bench, 4, prefix=tenant, gate=f"task:{tenant}")
+        seen: list[str] = []
+        for _ in range(6):
+            (lease,) = await bench.claim(gatings=one)
+            seen.append(keys([lease])[0][0])
+            assert await bench.claim(gatings=one) == []
+            await bench.store.settle([(lease, DONE)])
+        assert sorted(seen[:3]) == sorted(seen[3:]) == ["a", "b", "c"]
+
+    @scenario
     async def test_no_kind_of_message_starves_another(self, bench: Bench) -> None:
         await put_many(bench, 20, prefix="gated", gate="task:")
         await put_many(bench, 20, prefix="plain")
