@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -36,8 +35,7 @@ _machine = SystemClock()
 _chance = system_random()
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """Somebody who may be next at a gate: the head of a line, or the first of those who wait without an order."""
 
     gate: str
@@ -104,6 +102,7 @@ class _Look:
         #: How many with limits may still begin.
         self._room = wanted.limit if wanted.at_once is None else min(wanted.limit, wanted.at_once)
         self._leases: list[Lease] = []
+        self._gatings: dict[str, Gating] = {}
         #: Names of gates that let nobody through any more.
         self._shut: set[str] = set()
         #: Where this look has got to.
@@ -192,15 +191,18 @@ class _Look:
 
     def _gating(self, gate: str) -> Gating:
         name = name_of(gate)
-        return self._wanted.gatings.get(name) or Gating(name=name)
+        if (known := self._gatings.get(name)) is None:
+            known = self._gatings[name] = self._wanted.gatings.get(name) or Gating(name=name)
+        return known
 
     # taking
 
     async def _take(self, waiting: Sequence[Waiting]) -> list[str]:
         """Take as many as may be taken; return their gates in the order in which they were seen."""
         before = len(self._leases)
-        await self._take_free([one for one in waiting if not one.gating.is_limited])
-        limited = [one for one in waiting if one.gating.is_limited]
+        named = {one.gating.name: one.gating.is_limited for one in waiting}
+        limited = [one for one in waiting if named[one.gating.name]] if any(named.values()) else []
+        await self._take_free([one for one in waiting if not named[one.gating.name]] if limited else waiting)
         while limited := [one for one in limited if one.gating.name not in self._shut]:
             if min(self._room, self._limit) <= 0:
                 self._shut |= {one.gating.name for one in limited}
@@ -214,7 +216,7 @@ class _Look:
         """Take in turns, as long as there is room and somebody left."""
         while waiting and self._limit > 0:
             share = -(-self._limit // len(waiting))
-            leases = await self._let_through([one if one.id else replace(one, number=share) for one in waiting])
+            leases = await self._let_through([one if one.id else one._replace(number=share) for one in waiting])
             self._keep(leases)
             taken = Counter(lease.gate for lease in leases)
             waiting = [one for one in waiting if not one.id and taken[one.gate] >= share]
@@ -227,7 +229,7 @@ class _Look:
                 contested = await places.hold(self._wire, self._asked["now"])
                 shares = places.allot([(one.gate, bool(one.id)) for one in waiting], min(self._room, self._limit))
                 leases = await self._let_through(
-                    [replace(one, number=number) for one, number in zip(waiting, shares, strict=True) if number]
+                    [one._replace(number=number) for one, number in zip(waiting, shares, strict=True) if number]
                 )
                 await places.spend(self._wire, [lease.gate or "" for lease in leases])
             self._shut |= places.shut
