@@ -22,6 +22,7 @@ from onefold.testing.contracts.gates import GateContract
 from onefold.testing.contracts.journal import JournalContract
 from onefold.testing.contracts.keys import KeyContract
 from onefold.testing.contracts.operating import OperatorContract
+from onefold.testing.contracts.parking import ParkContract
 from onefold.testing.contracts.purging import PurgeContract
 from onefold.testing.contracts.putting import PutContract
 from onefold.testing.contracts.reporting import ReportContract
@@ -44,6 +45,7 @@ class StoreContract(
     ConcludeContract,
     SuperviseContract,
     JournalContract,
+    ParkContract,
     ConcurrencyContract,
 ):
     """The whole contract."""
