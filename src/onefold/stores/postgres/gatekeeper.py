@@ -29,7 +29,6 @@ _TRIES_MAX = 5
 _GIVE_WAY_SECONDS = 0.003
 #: Limited gates that are held at once: each is a row that others have to pass by meanwhile.
 _HELD_MAX = 32
-_PORTION = limits.GATES_PER_CLAIM
 
 _machine = SystemClock()
 _chance = system_random()
@@ -99,6 +98,8 @@ class _Look:
         self._asked = leasing.asking(wanted)
         self._cursor = cursor
         self._limit = wanted.limit
+        #: Gates that are looked at together: for lines, each of which gives one, as many as are wanted if that is more.
+        self._portion = max(limits.GATES_PER_CLAIM, wanted.limit)
         #: How many with limits may still begin.
         self._room = wanted.limit if wanted.at_once is None else min(wanted.limit, wanted.at_once)
         self._leases: list[Lease] = []
@@ -128,7 +129,7 @@ class _Look:
                 # Somebody who backed off was let through meanwhile: what was seen is out of date.
                 await self._give_way()
                 continue
-            few = seen >= _PORTION and len(self._leases) - found < _PORTION // 2
+            few = seen >= self._portion and len(self._leases) - found < self._portion // 2
             if not more or (few and len(self._leases) > before):
                 return
 
@@ -137,7 +138,7 @@ class _Look:
     async def _walk_lines(self, *, first: bool) -> tuple[int, bool]:
         """Look at a portion of lines and take what may run."""
         after, is_crashed = self._line, self._wanted.lane is Lane.PROBATION
-        asked = {**self._asked, "after": after, "portion": _PORTION}
+        asked = {**self._asked, "after": after, "portion": self._portion}
         rows = await self._wire.rows("lines_crashed" if is_crashed else "lines_after", asked)
         seen = [row[0] for row in rows]
         if behind := [row[0] for row in rows if row[4] and self._gating(row[0]).on_failure == "skip"]:
@@ -155,7 +156,7 @@ class _Look:
         """Return where this look goes on, and where the next one begins; so far that was at ``stop``."""
         if taken and len(taken) < len(ready):
             return _Step(taken[-1], "", full=True)
-        if len(seen) < _PORTION:
+        if len(seen) < self._portion:
             # Whoever was ready and could not be let through is still next.
             return _Step(stop if ready and not taken else "", "", full=False)
         name = name_of(seen[-1])
@@ -174,7 +175,7 @@ class _Look:
         """The same for a portion of gates without an order."""
         queues, stops, is_crashed = self._wanted.queues, self._cursor.crowds, self._wanted.lane is Lane.PROBATION
         afters = [self._crowds.get(queue, "") for queue in queues]
-        asked = {**self._asked, "afters": texts(afters), "portion": _PORTION}
+        asked = {**self._asked, "afters": texts(afters), "portion": self._portion}
         rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
         crowds = [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
         taken = set(await self._take(crowds))
