@@ -143,24 +143,22 @@ class Claimer:
     async def _claim_open(self, leasing: Leasing, wanted: Wanted) -> tuple[list[Lease], int]:
         """Claim what has no gate, or with a limit of nothing only look around; return also how many were released."""
         began_at, floor = _machine.steady(), self._overdue.floor(wanted.lease)
-        leases, now, run_out, self._lines, self._crowds, ranked = await self._claim(leasing, wanted, floor)
-        if ranked and not self._ranked and wanted.lane is not Lane.PROBATION:
-            self._ranked = True
-            leases = (await self._claim(leasing, wanted, None)).leases
-        self._ranked = ranked
-        if floor is None:
-            return leases, 0
-        self._overdue.looked(floor, began_at)
-        released = await leasing.release_expired(floor, _EXPIRED_MAX) if run_out else 0
-        if released < _EXPIRED_MAX:
-            self._overdue.none_before(now)
-        if released:
-            self.look_everywhere()
-        if released and len(leases) < wanted.limit:
-            more = await self._claim(leasing, _rest(wanted, leases), None)
-            self._lines, self._crowds = more.lines, more.crowds
-            leases += more.leases
-        return leases, released
+        claimed, released = await self._claim(leasing, wanted, floor), 0
+        if floor is not None:
+            self._overdue.looked(floor, began_at)
+            released = await leasing.release_expired(floor, _EXPIRED_MAX) if claimed.run_out else 0
+            if released < _EXPIRED_MAX:
+                self._overdue.none_before(claimed.now)
+            if released:
+                self.look_everywhere()
+        first_ranked = claimed.ranked and not self._ranked and wanted.lane is not Lane.PROBATION
+        self._ranked = claimed.ranked
+        if claimed.run_out or first_ranked:
+            # Nothing was taken yet.
+            claimed = await self._claim(leasing, wanted, None)
+            self._ranked = claimed.ranked
+        self._lines, self._crowds = claimed.lines, claimed.crowds
+        return claimed.leases, released
 
     async def _claim(self, leasing: Leasing, wanted: Wanted, lease_floor: int | None) -> Claimed:
         began_at = _machine.steady()
@@ -176,7 +174,7 @@ class Claimer:
         without = [one.envelope for one in claimed.leases if not one.envelope.priority]
         for envelope in without:  # in the order of their due times, so the last of each queue remains
             seen[envelope.queue] = envelope.due_at
-        if len(claimed.leases) < wanted.limit and (self._ranked or not claimed.ranked):
+        if len(claimed.leases) < wanted.limit and not claimed.run_out and (self._ranked or not claimed.ranked):
             # The server looked at its clock after it was asked, so this is never too late.
             asked_at = claimed.now - (_machine.steady() - began_at)
             seen.update(dict.fromkeys(wanted.queues, asked_at))

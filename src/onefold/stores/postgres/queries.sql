@@ -194,7 +194,13 @@ SELECT count(*) FROM released
 -- One more, without an id, says what time it is, whether leases have run out from a floor on, whether there may be
 -- somebody in lines and at other gates, and whether anybody has a priority: then claim_ranked claims, and not this.
 -- Otherwise an idle worker would need a statement for each.
+-- Where leases have run out nothing is taken: they are released first, so that who has been due for longest comes first.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+run_out AS MATERIALIZED (
+    SELECT %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock)) AS found
+),
 ranked AS MATERIALIZED (
     SELECT EXISTS (
         SELECT FROM onefold.delivery
@@ -211,6 +217,7 @@ picked AS MATERIALIZED (
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
     ) due
+    WHERE NOT (SELECT found FROM run_out)
     LIMIT %(limit)s
 ),
 taken AS (
@@ -228,10 +235,7 @@ FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 UNION ALL
 SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
-        SELECT FROM onefold.delivery
-        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
-    THEN 1 ELSE 0 END,
+    CASE WHEN (SELECT found FROM run_out) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
@@ -244,6 +248,11 @@ FROM clock CROSS JOIN ranked
 -- claim, when somebody has a priority: the first of each level, and of those whoever has waited longest when a step of
 -- priority counts as much as waiting for it.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+run_out AS MATERIALIZED (
+    SELECT %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock)) AS found
+),
 ranked AS MATERIALIZED (
     SELECT EXISTS (
         SELECT FROM onefold.delivery
@@ -275,6 +284,7 @@ picked AS MATERIALIZED (
         ) waiting
         ORDER BY rank LIMIT %(limit)s
     ) due
+    WHERE NOT (SELECT found FROM run_out)
     LIMIT %(limit)s
 ),
 taken AS (
@@ -292,10 +302,7 @@ FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 UNION ALL
 SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
-        SELECT FROM onefold.delivery
-        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
-    THEN 1 ELSE 0 END,
+    CASE WHEN (SELECT found FROM run_out) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
@@ -308,6 +315,11 @@ FROM clock CROSS JOIN ranked
 -- claim for those that workers died with, which are few and have an index of their own.
 -- Free is what has no lease_until; asking for the state would draw in the index on everything that is due.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+run_out AS MATERIALIZED (
+    SELECT %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
+        SELECT FROM onefold.delivery
+        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock)) AS found
+),
 picked AS MATERIALIZED (
     SELECT due.id
     FROM unnest(%(queues)s::text[]) AS q (queue)
@@ -318,6 +330,7 @@ picked AS MATERIALIZED (
         ORDER BY due_at LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
     ) due
+    WHERE NOT (SELECT found FROM run_out)
     LIMIT %(limit)s
 ),
 taken AS (
@@ -334,10 +347,7 @@ FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 UNION ALL
 SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    CASE WHEN %(lease_floor)s::bigint IS NOT NULL AND EXISTS (
-        SELECT FROM onefold.delivery
-        WHERE state = 1 AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock))
-    THEN 1 ELSE 0 END,
+    CASE WHEN (SELECT found FROM run_out) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
     CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
