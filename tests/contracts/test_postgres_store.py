@@ -7,10 +7,10 @@ import pytest
 from onefold.clock import Clock
 from onefold.store import Store
 from onefold.stores import open_store
-from onefold.testing.contracts import Bench, GateContract, StoreContract, scenario
+from onefold.testing.contracts import Bench, StoreContract, scenario
 
 
-class TestPostgresStore(StoreContract, GateContract):
+class TestPostgresStore(StoreContract):
     @pytest.fixture(autouse=True)
     def _database(self, postgres_url: str) -> None:
         self.url = postgres_url

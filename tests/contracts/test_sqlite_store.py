@@ -11,10 +11,10 @@ from onefold.clock import Clock
 from onefold.store import Store
 from onefold.stores import open_store
 from onefold.stores.sqlite import SQLiteStore
-from onefold.testing.contracts import Bench, GateContract, StoreContract, scenario
+from onefold.testing.contracts import Bench, StoreContract, scenario
 
 
-class TestSQLiteStore(StoreContract, GateContract):
+class TestSQLiteStore(StoreContract):
     @pytest.fixture(autouse=True)
     def _database(self, sqlite_url: str) -> None:
         self.url = sqlite_url

@@ -30,7 +30,7 @@ from onefold.testing.contracts.settling import SettleContract
 from onefold.testing.contracts.supervising import SuperviseContract
 from onefold.testing.contracts.transactions import TransactionContract
 
-__all__ = ["Bench", "GateContract", "StoreContract", "scenario"]
+__all__ = ["Bench", "StoreContract", "scenario"]
 
 
 class StoreContract(
@@ -46,6 +46,7 @@ class StoreContract(
     SuperviseContract,
     JournalContract,
     ParkContract,
+    GateContract,
     ConcurrencyContract,
 ):
     """The whole contract."""
