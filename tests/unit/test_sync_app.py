@@ -581,8 +581,10 @@ def test_ctrl_c_stops_the_work_gracefully(tmp_path: Path, signals: int) -> None:
     """C30, fault 40: what runs may finish, and then the interrupt is raised; a second one does not wait for it."""
     process = run_program(
         tmp_path,
-        "import sys, threading\n"
+        "import signal, threading\n"
         "from onefold import Query, SyncApp\n"
+        # Whoever runs the tests in the background has had the signal ignored, and that is inherited.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "app = SyncApp()\n"
         "release = threading.Event()\n"
         "@app.task\n"
