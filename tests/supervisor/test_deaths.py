@@ -69,7 +69,7 @@ def test_a_dead_supervisor_takes_its_processes_along_and_nothing_is_lost(scene: 
 
 
 def test_a_process_that_hangs_in_c_does_not_outlive_its_supervisor_for_long(local: Scene) -> None:
-    """Fault 21: with the interpreter's lock held it can notice nothing; the kernel ends it, 16 seconds later at most."""
+    """Fault 21: with the interpreter's lock held it can notice nothing; the kernel ends it within 16 seconds."""
     local.send("hold", ("for-ever", 3_600))
     worker = local.work("--lease", "3600").wait_ready()
     wait_until(local.runs, local.story)
