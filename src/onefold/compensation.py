@@ -51,7 +51,7 @@ async def compensate(
     saga: Saga[Any, Any],
     lease: Lease,
     tools: Tools,
-    lines: list[Step],
+    lines: Sequence[Step],
     cause: Failure,
     refusal: Failure | None,
 ) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from onefold.compensation import compensate, undoing
@@ -37,7 +38,7 @@ async def drive(workflow: Workflow[Any, Any], lease: Lease, tools: Tools, refusa
     ``refusal`` says why a saga must not go on, so that it is undone.
     Raises what the workflow raised by itself, and ``LeaseLostError`` when somebody else owns the run.
     """
-    lines = await (read_journal(tools.store, lease) if tools.journals is None else tools.journals.read(lease))
+    lines = await read_journal(tools.store, lease) if lease.journal is None else lease.journal
     if isinstance(workflow, Saga) and (cause := cause_of(lines, lease.replay_count)) is not None:
         return await compensate(workflow, lease, tools, lines, cause, refusal)
     if refusal is not None:
@@ -78,7 +79,10 @@ async def _follow(workflow: Workflow[Any, Any], run: Run, stretch: Stretch) -> O
     token = current.set(run)
     try:
         arguments = workflow.signature.decode(stretch.lease.envelope.payload_inline or b"")
-        result = await in_time(lambda: workflow.function(run, **arguments), workflow.timeout_seconds, workflow.name)
+        if workflow.timeout_seconds is None:
+            result = await workflow.function(run, **arguments)
+        else:
+            result = await in_time(partial(workflow.function, run, **arguments), workflow.timeout_seconds, workflow.name)
         stretch.refuse()
         journal.end()
         done = workflow.signature.encode_result(result)

@@ -128,6 +128,8 @@ class Headers(msgspec.Struct, frozen=True, omit_defaults=True):
 _encode_headers = msgspec.json.Encoder(order="deterministic").encode
 _decode_headers = msgspec.json.Decoder(Headers).decode
 _NO_HEADERS = Headers()
+#: The headers of a run that has no others.
+PINNED = _encode_headers(Headers(pinned=True))
 _NO_TEXTS, _NO_MARKS = (None,) * 8, (None, _NO_HEADERS.pinned, _NO_HEADERS.priority, _NO_HEADERS.saga)
 
 

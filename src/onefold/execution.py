@@ -28,7 +28,6 @@ from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
-from onefold.reading import ReadAhead
 from onefold.refusing import refuse
 from onefold.registry import Registry
 from onefold.retry import decide
@@ -66,12 +65,8 @@ class Execution:
     quarantine_after: int = limits.QUARANTINE_AFTER
     threads: Threads = field(default_factory=Threads)
     processes: Processes = field(default_factory=Processes)
-    journals: ReadAhead = field(init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set)
     _stack: ExitStack = field(default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        self.journals = ReadAhead(self.store)
 
     async def __aenter__(self) -> Execution:
         self._stack.enter_context(watched())
@@ -133,7 +128,7 @@ class Execution:
     async def _drive(self, workflow: Workflow[Any, Any], hold: Hold, refusal: Failure | None) -> Outcome:
         held_until = partial(self._deadline, hold)
         given = (self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
-        tools = Tools(*given, hold, self.journals)
+        tools = Tools(*given, hold)
         try:
             return self.announce(hold.lease, await drive(workflow, hold.lease, tools, refusal))
         except BaseException as error:

@@ -8,7 +8,6 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -83,7 +82,7 @@ class Journal:
         #: What children told of their ends, by the names under which they were sent.
         self._ends: dict[str, list[Ended]] = {}
         self._taken: set[str] = set()
-        self._ordinals: Counter[str] = Counter()
+        self._ordinals: dict[str, int] = {}
         #: What the code asked for last, by branch.
         self._last: dict[str, str] = {}
         #: How many steps the code has asked for.
@@ -100,14 +99,15 @@ class Journal:
             self._read(step)
 
     def _read(self, step: Step) -> None:
-        if step.kind is StepKind.SIGNAL:
+        kind = step.kind
+        if kind is StepKind.SIGNAL:
             self._mailbox.setdefault(step.name.partition("/")[0], []).append(step)
             return
         self._keep(step)
-        if step.kind is StepKind.RESTART:
+        if kind is StepKind.RESTART:
             self.restarts += 1
             self.rounds += step.value == UNDONE
-        elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
+        elif kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
         if name := _asked_for(step):
             self._unasked.setdefault(branch_of(name), {}).setdefault(name, step.seq)
@@ -116,8 +116,8 @@ class Journal:
 
     def ordinal(self, what: str) -> int:
         """Say the how-manieth of its kind this is that the code asks for."""
-        self._ordinals[what] += 1
-        return self._ordinals[what]
+        number = self._ordinals[what] = self._ordinals.get(what, 0) + 1
+        return number
 
     def name(self, branch: str, what: str) -> str:
         """Name the next step of this kind that the code asks for in this branch."""
@@ -131,7 +131,8 @@ class Journal:
             raise LimitError("steps", f"more than {limits.STEPS_MAX} in one run; give parts of the work to children")
         if self.asked == _STEPS_WARNED:
             logger.warning("many_steps run_id=%s steps=%d most=%d", self._run_id, self.asked, limits.STEPS_MAX)
-        self.ask(name)
+        if unasked := self._unasked.get(branch):
+            unasked.pop(name, None)
         self._last[branch] = name
         return name
 
@@ -185,8 +186,8 @@ class Journal:
 
     def went_on(self, line: Step) -> bool:
         """Whether the run did more after this line: it was through with it then, even if a clock was set back since."""
-        unasked = self._unasked.get(branch_of(line.name), {})
-        return any(seq > line.seq for seq in unasked.values())
+        unasked = self._unasked.get(branch_of(line.name))
+        return unasked is not None and max(unasked.values(), default=0) > line.seq
 
     def take_pending(self) -> list[Step]:
         """Hand over what is to be written with the next record."""
@@ -251,20 +252,12 @@ class Journal:
         return None
 
 
-#: The fence of the first claim: whoever holds it knows that no owner was there before.
-_FIRST_CLAIM = 2
-
 _signal_value = ResultCodec(Any, most=limits.PAYLOAD_BYTES_MAX, field="signal")
-
-
-def has_journal(lease: Lease) -> bool:
-    """Whether there can be lines: somebody owned the message before, or has told it something."""
-    return lease.fence > _FIRST_CLAIM or lease.wake > 0
 
 
 async def read_journal(store: Store, lease: Lease) -> list[Step]:
     """Return the lines of a claimed message; asks nobody when there can be none."""
-    return await store.steps(lease.id) if has_journal(lease) else []
+    return await store.steps(lease.id) if lease.has_journal else []
 
 
 def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:

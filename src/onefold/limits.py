@@ -46,10 +46,10 @@ STEPS_WARNING = 0.9
 STEP_NAME_BYTES_MAX = 160
 #: Signals waiting for one run: they are read whenever it goes on, so a mailbox is not a queue.
 SIGNALS_MAX = 10_000
-#: Journals of runs that were claimed together are read together, so many at once ...
-READ_AHEAD = 50
-#: ... unless they are larger than this, because those that are read ahead lie in memory.
-READ_AHEAD_BYTES = 65_536
+#: A claim reads the journals of the runs it takes, up to so many lines in all ...
+CLAIMED_LINES_MAX = 10_000
+#: ... and none with a larger value, because what is claimed lies in memory until its turn comes.
+CLAIMED_VALUE_BYTES_MAX = 2_048
 #: A retry due sooner than this is waited for in place; a longer one gives the worker free.
 RETRY_IN_PLACE_SECONDS = 1.0
 #: One try of a saga's step, or the answer to its command, unless it says otherwise: silence is a failure.

@@ -64,6 +64,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status_code: int | None = None
 
 
+#: The fence of the first claim: whoever holds it knows that no owner was there before.
+_FIRST_CLAIM = 2
+
+
 class Lease(msgspec.Struct, frozen=True, gc=False):
     """The right to settle one message, until somebody takes it over."""
 
@@ -81,10 +85,17 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     #: The gate it came through, and whether it comes although one before it in its sequence is missing.
     gate: str | None = None
     gap: bool = False
+    #: The journal of a run that was claimed, where the claim has read it; None is to be read when it is needed.
+    journal: tuple[Step, ...] | None = None
 
     @property
     def id(self) -> str:
         return self.envelope.id
+
+    @property
+    def has_journal(self) -> bool:
+        """Whether there can be lines: somebody owned the message before, or has told it something."""
+        return self.fence > _FIRST_CLAIM or self.wake > 0
 
 
 class Fenced(Protocol):

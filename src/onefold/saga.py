@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -111,7 +111,7 @@ class SagaRun(Run):
         return name
 
 
-async def rehearse(saga: Saga[Any, Any], lease: Lease, tools: Tools, lines: list[Step]) -> dict[str, Planned]:
+async def rehearse(saga: Saga[Any, Any], lease: Lease, tools: Tools, lines: Sequence[Step]) -> dict[str, Planned]:
     """Run a saga's code as far as its journal goes, doing nothing, and return what it asked for.
 
     Only the code knows what each step was given.  Where it would do something new it stops; what it raises is not

@@ -60,7 +60,16 @@ class Wait:
 
 
 class Stretch:
-    """One claim of a run; ``dry`` stops before anything that the journal does not have."""
+    """One claim of a run; ``dry`` stops before anything that the journal does not have.
+
+    Most need little of it, so what is seldom used is made when it is.
+    """
+
+    #: Why nothing more can be done, if that is so.
+    over: BaseException | None = None
+    _parking = False
+    #: For branches that wait while others run.
+    _parked: asyncio.Event | None = None
 
     def __init__(self, lease: Lease, journal: Journal, tools: Tools, *, dry: bool = False) -> None:
         self.lease = lease
@@ -71,11 +80,11 @@ class Stretch:
         self._waits: list[Wait] = []
         #: Branches that neither wait nor have ended.
         self._running = 1
-        self._parking = False
-        self._parked = asyncio.Event()
-        #: Why nothing more can be done, if that is so.
-        self.over: BaseException | None = None
-        self.fatal = _Fatal(self)
+
+    @property
+    def fatal(self) -> _Fatal:
+        """Around what may find that nothing more can be done."""
+        return _Fatal(self)
 
     @property
     def now(self) -> int:
@@ -90,6 +99,14 @@ class Stretch:
             raise self.over
         if self._parking:
             raise Parking
+
+    def find(self, name: str, kind: StepKind, fingerprint: bytes) -> Step | None:
+        """Return a line of the journal; one that was recorded for other arguments ends the stretch."""
+        try:
+            return self.journal.find(name, kind, fingerprint)
+        except ReplayError as error:
+            self.over = error
+            raise
 
     def begin(self, name: str) -> None:
         """Something that the journal does not have is about to be done."""
@@ -107,6 +124,7 @@ class Stretch:
         self._waits.append(wait)
         parking = self._stop()
         if not self._parking:
+            self._parked = self._parked or asyncio.Event()
             await self._parked.wait()
         raise parking
 
@@ -127,7 +145,8 @@ class Stretch:
 
     def _park(self) -> Parking:
         self._parking = True
-        self._parked.set()
+        if self._parked is not None:
+            self._parked.set()
         return Parking()
 
     def parked(self) -> Parked:
@@ -234,12 +253,9 @@ class Stretch:
     async def perform(self, name: str, function: StepFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what the journal has for a step, or call its function until it is through or has failed for good."""
         fingerprint = fingerprint_of_call(args, kwargs)
-        with self.fatal:
-            known = self.journal.find(name, StepKind.RESULT, fingerprint)
-            failed = self.journal.find(name, StepKind.FAILED, fingerprint)
-        if known is not None:
+        if (known := self.find(name, StepKind.RESULT, fingerprint)) is not None:
             return function.codec.decode(known.value)
-        if failed is not None:
+        if (failed := self.find(name, StepKind.FAILED, fingerprint)) is not None:
             raise step_error(name, decode_failure(failed.value))
         self.begin(name)
         tries = self.journal.tries(name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from onefold.clock import Clock
 from onefold.progress import Bearer
-from onefold.reading import ReadAhead
 from onefold.store import Store
 from onefold.transaction import Prepare
 
@@ -18,8 +18,7 @@ from onefold.transaction import Prepare
 Middleware = Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+class Tools(msgspec.Struct, frozen=True):
     """What every run of a worker needs."""
 
     store: Store
@@ -30,4 +29,3 @@ class Tools:
     held_until: Callable[[], int]
     middleware: Sequence[Middleware] = ()
     bearer: Bearer | None = None
-    journals: ReadAhead | None = None

@@ -194,7 +194,6 @@ class Worker:
             else:
                 self._runners.supply.append(held)
         if leases:
-            self._execution.journals.expect(leases)
             self._reporter.wake()
         self._runners.call()
 
@@ -236,7 +235,6 @@ class Worker:
         return bool(self._runners.busy or self._suspects or len(self._settler))
 
     def _forget(self, held: Held) -> None:
-        self._execution.journals.forget(held.lease)
         # The same worker may have claimed its own message again meanwhile; that lease is another.
         if self._held.get(held.lease.id) is held:
             del self._held[held.lease.id]

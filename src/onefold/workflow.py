@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
@@ -69,9 +70,12 @@ class Run:
     def __init__(self, stretch: Stretch) -> None:
         self._stretch = stretch
         self._journal = stretch.journal
-        self._children = Children(stretch)
         self.message = stretch.lease.envelope
         self.resources = stretch.tools.resources
+
+    @cached_property
+    def _children(self) -> Children:
+        return Children(self._stretch)
 
     @property
     def id(self) -> str:
@@ -149,13 +153,14 @@ class Run:
         minutes: float = 0,
     ) -> Coroutine[Any, Any, None]:
         """Go on after this long: a ``timedelta``, a number of seconds, or days, hours and minutes.  Holds no worker."""
-        length = seconds(duration or 0) + seconds(timedelta(days=days, hours=hours, minutes=minutes))
+        length = seconds(duration or 0)
+        if days or hours or minutes:
+            length += seconds(timedelta(days=days, hours=hours, minutes=minutes))
         return self._sleep(self._name("sleep"), length)
 
     async def _sleep(self, name: str, length: float) -> None:
-        fingerprint = fingerprint_of_call((length,), {})
-        with self._stretch.fatal:
-            timer = self._journal.find(name, StepKind.TIMER, fingerprint)
+        fingerprint = _fingerprint_of_sleep(length)
+        timer = self._stretch.find(name, StepKind.TIMER, fingerprint)
         if timer is not None:
             if not self._journal.went_on(timer):
                 await self._stretch.wait_until(due_at(timer))
@@ -326,6 +331,12 @@ class Run:
     def _derived(self, what: str) -> bytes:
         what = f"{branch.get()}{what}"
         return blake2b(f"{self.id}/{what}#{self._journal.ordinal(what)}".encode(), digest_size=16).digest()
+
+
+@lru_cache(maxsize=1_024)
+def _fingerprint_of_sleep(length: float) -> bytes:
+    """Return a digest of how long to sleep; most runs of a workflow sleep for as long as the others."""
+    return fingerprint_of_call((length,), {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from onefold.clock import MICROSECONDS
-from onefold.envelope import Envelope, pack_headers, unpack_headers
+from onefold.envelope import PINNED, Envelope, pack_headers, unpack_headers
 from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Parked, Progress, Query, Record, State
 
 encode_failure = msgspec.json.Encoder().encode
@@ -50,8 +50,8 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
         due,
         expires,
     ) = row[:14]
-    if packed is None:
-        # The common message, by the thousand: what it does not have is not written out.
+    if packed is None or packed == PINNED:
+        # The common message or run, by the thousand: what it does not have is not written out.
         return Envelope(
             id=id_,
             message_type=type_,
@@ -66,6 +66,7 @@ def envelope_of(row: tuple[Any, ...]) -> Envelope:
             payload_inline=payload,
             due_at=due,
             expires_at=expires,
+            pinned=packed is not None,
         )
     headers = unpack_headers(packed)
     return Envelope(

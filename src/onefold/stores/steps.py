@@ -6,6 +6,7 @@ All of it is pure: the stores read and write the rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -16,6 +17,10 @@ from onefold.step import OUTSIDE, UNDONE, Note, Step, StepKind, asked_name, chil
 from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Parked, State
 
 _encode = msgspec.json.Encoder().encode
+
+#: Where the value stands in the row of a line.
+_VALUE = 2
+_by_seq = attrgetter("seq")
 
 #: A wake that nobody's records reach.
 NEVER = limits.INTEGER_MAX
@@ -105,10 +110,40 @@ def restart_line(steps: Iterable[Step], forgotten: Iterable[Step]) -> Step:
     return Step(f"restart#{number}", StepKind.RESTART, UNDONE if undone else b"null")
 
 
+#: By their numbers, which are those of the stores: looking one up costs less than the enumeration does.
+_KINDS = tuple(StepKind)
+
+
 def step_of(row: Sequence[Any]) -> Step:
     """Return a line from its row: name, kind, value, fingerprint, at, seq."""
     name, kind, value, fingerprint, at, seq = row
-    return Step(name, StepKind(kind), value, fingerprint, at, seq)
+    return Step(name, _KINDS[kind], value, fingerprint, at, seq)
+
+
+def journaled(leases: Iterable[Lease]) -> list[Lease]:
+    """Return the runs among those just claimed that may have a journal."""
+    return [lease for lease in leases if lease.envelope.pinned and lease.has_journal]
+
+
+def give_journals(leases: Sequence[Lease], rows: Sequence[Sequence[Any]]) -> None:
+    """Give runs just claimed their journals, from rows that begin with the number of the lease, in that order.
+
+    A line without a value is too large to be read by a claim, and where there are as many rows as a claim reads, more
+    may follow: such a journal is left to be read when it is needed.
+    """
+    found: list[list[Step] | None] = [[] for _ in leases]
+    for number, *row in rows:
+        its = found[number]
+        if row[_VALUE] is None:
+            found[number] = None
+        elif its is not None:
+            its.append(step_of(row))
+    whole = len(leases) if len(rows) < limits.CLAIMED_LINES_MAX else rows[-1][0]
+    for lease, its in zip(leases[:whole], found, strict=False):
+        if its is not None:
+            its.sort(key=_by_seq)
+            # Nobody else has seen the lease yet, so it may still be completed.
+            msgspec.structs.force_setattr(lease, "journal", tuple(its))
 
 
 def blob_name(step: Step) -> str:

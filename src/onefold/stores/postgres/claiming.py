@@ -16,6 +16,7 @@ from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
 from onefold.stores.postgres.gatekeeper import Gatekeeper, is_limited
 from onefold.stores.postgres.leasing import Claimed, Leasing, Wanted
+from onefold.stores.postgres.steps import Steps
 from onefold.stores.postgres.wire import Wire
 
 #: A message is dated when it is put, and seen when that commits: begin this much before where the last look ended.
@@ -112,7 +113,9 @@ class Claimer:
         async def claim(wire: Wire, repeated: bool) -> list[Lease]:
             nonlocal begun
             repeated, begun = repeated or begun, True
-            return await self._claim_all(Leasing(wire, now), wanted, repeated)
+            leases = await self._claim_all(Leasing(wire, now), wanted, repeated)
+            await Steps(wire, now, set()).read_claimed(leases)
+            return leases
 
         return claim
 

@@ -207,6 +207,16 @@ class Steps:
         whole = {message_id: await self._whole(message_id, steps) for message_id, steps in found.items()}
         return [whole[message_id] for message_id in message_ids]
 
+    async def read_claimed(self, leases: Sequence[Lease]) -> None:
+        """Give runs just claimed their journals, as far as those are short."""
+        if runs := lines.journaled(leases):
+            given = {
+                "ids": ids([lease.id for lease in runs]),
+                "bytes": limits.CLAIMED_VALUE_BYTES_MAX,
+                "lines": limits.CLAIMED_LINES_MAX,
+            }
+            lines.give_journals(runs, await self._wire.rows("claim_journals", given))
+
     async def _whole(self, message_id: str, steps: list[Step]) -> list[Step]:
         """Put the values of large lines together."""
         if all(step.value is not None for step in steps):

@@ -190,5 +190,13 @@ SELECT s.message_id::text, s.name, s.kind::bigint, s.value, s.fingerprint, s.at,
 FROM unnest(%(ids)s::uuid[]) AS given (id)
 CROSS JOIN LATERAL (SELECT * FROM onefold.step WHERE step.message_id = given.id ORDER BY step.seq OFFSET 0) s
 
+-- name: claim_journals
+-- Those of several messages, each by its place among them.
+SELECT given.number - 1, s.name, s.kind::bigint, CASE WHEN length(s.value) <= %(bytes)s::bigint THEN s.value END,
+    s.fingerprint, s.at, s.seq
+FROM unnest(%(ids)s::uuid[]) WITH ORDINALITY AS given (id, number)
+CROSS JOIN LATERAL (SELECT * FROM onefold.step WHERE step.message_id = given.id OFFSET 0) s
+ORDER BY given.number, s.seq LIMIT %(lines)s::bigint
+
 -- name: parts
 SELECT name, data FROM onefold.blob WHERE message_id = %(id)s::uuid ORDER BY name, part

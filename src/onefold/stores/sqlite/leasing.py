@@ -11,6 +11,7 @@ from onefold.store import Fenced, Lane, Lease
 from onefold.stores.rows import envelope_of
 from onefold.stores.sqlite.gates import Asked, Budget, Gates, Pick, in_turn, merged
 from onefold.stores.sqlite.session import Row, Session, as_json
+from onefold.stores.sqlite.steps import Steps
 
 #: The statement of each lane, and how many crashes it allows where it asks.
 _SELECT_OF: dict[Lane, tuple[Any, ...]] = {
@@ -64,6 +65,7 @@ def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker:
         suspect_after = limits.SUSPECT_AFTER if asked.lane is Lane.ANY else limits.INTEGER_MAX
         session.run("claim_take", until, worker, suspect_after, as_json([one.seq for one in leases]))
         budget.spend()
+        Steps(session.connection).read_claimed(leases)
     return list(leases)
 
 
@@ -87,7 +89,7 @@ def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) 
     """Return the lease of a row just claimed, which still shows the fence before the claim."""
     fence, attempt, crashes, replays, wake, seq = row[14:]
     common = (envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
-    return RowLease(*common, seq=seq) if pick is None else RowLease(*common, pick.gate, pick.gap, seq)
+    return RowLease(*common, seq=seq) if pick is None else RowLease(*common, pick.gate, pick.gap, seq=seq)
 
 
 def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:

@@ -15,9 +15,10 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
-from onefold.store import Failure, Fenced, Parked, State
+from onefold.store import Failure, Fenced, Lease, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.sql import load_statements
+from onefold.stores.sqlite.session import as_json
 
 SQL = load_statements("onefold.stores.sqlite", "steps.sql")
 
@@ -123,6 +124,13 @@ class Steps:
     def read(self, message_id: str) -> list[Step]:
         """Return a journal in the order in which it was written."""
         return [self._whole(message_id, lines.step_of(row)) for row in self._rows("steps", message_id)]
+
+    def read_claimed(self, leases: Sequence[Lease]) -> None:
+        """Give runs just claimed their journals, as far as those are short."""
+        if runs := lines.journaled(leases):
+            given = as_json([lease.id for lease in runs])
+            most = (limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_LINES_MAX)
+            lines.give_journals(runs, self._rows("claim_journals", given, *most))
 
     def _whole(self, message_id: str, step: Step) -> Step:
         """Put the value of a large line together."""
