@@ -17,6 +17,7 @@ from onefold import limits
 from onefold.cancelling import take_back
 from onefold.children import Child, Children
 from onefold.errors import LeaseLostError, ReplayError, StoreUnavailableError
+from onefold.holding import Hold
 from onefold.journal import Journal, decode_begun, encode
 from onefold.receipt import COMPENSATED
 from onefold.retry import failure_of
@@ -49,7 +50,7 @@ def undoing(lease: Lease, cause: Failure, journal: Journal | None = None, *, del
 
 async def compensate(
     saga: Saga[Any, Any],
-    lease: Lease,
+    hold: Hold,
     tools: Tools,
     lines: Sequence[Step],
     cause: Failure,
@@ -59,6 +60,7 @@ async def compensate(
 
     The saga is parked while an undo waits, and for a person when one gives up; otherwise it ends here.
     """
+    lease = hold.lease
     through = {line.name for line in lines if line.kind is StepKind.RESULT}
     begun = [line.name for line in reversed(begun_steps(lines)) if decode_begun(line.value).undo is not None]
     left = [name for name in begun if undo_name(name) not in through]
@@ -68,7 +70,7 @@ async def compensate(
     undos = Journal(lease.id, filter(_of_undos, lines), replay_count=sum(map(_is_stuck, lines)))
     for name in begun:
         undos.ask(undo_name(name))
-    stretch = Stretch(lease, undos, tools)
+    stretch = Stretch(lease, undos, tools, hold)
     name = ""
     try:
         planned = await rehearse(saga, lease, tools, lines) if left else {}

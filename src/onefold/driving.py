@@ -18,13 +18,14 @@ from onefold.errors import (
     StoreUnavailableError,
     UncertainError,
 )
+from onefold.holding import Hold
 from onefold.inside import current
 from onefold.journal import Journal, read_journal
 from onefold.retry import decide, failure_of
 from onefold.saga import Saga, SagaRun
 from onefold.status import cause_of
 from onefold.stepping import in_time
-from onefold.store import Again, Dead, Done, Failure, Lease, Outcome
+from onefold.store import Again, Dead, Done, Failure, Outcome
 from onefold.stretch import Stretch, stopped_from_outside, until_a_person_acts
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
@@ -32,18 +33,19 @@ from onefold.workflow import Run, Workflow
 logger = logging.getLogger("onefold")
 
 
-async def drive(workflow: Workflow[Any, Any], lease: Lease, tools: Tools, refusal: Failure | None = None) -> Outcome:
+async def drive(workflow: Workflow[Any, Any], hold: Hold, tools: Tools, refusal: Failure | None = None) -> Outcome:
     """Run a workflow until it waits, fails or is through, and return the outcome to be settled.
 
     ``refusal`` says why a saga must not go on, so that it is undone.
     Raises what the workflow raised by itself, and ``LeaseLostError`` when somebody else owns the run.
     """
+    lease = hold.lease
     lines = await read_journal(tools.store, lease) if lease.journal is None else lease.journal
     if isinstance(workflow, Saga) and (cause := cause_of(lines, lease.replay_count)) is not None:
-        return await compensate(workflow, lease, tools, lines, cause, refusal)
+        return await compensate(workflow, hold, tools, lines, cause, refusal)
     if refusal is not None:
         return undoing(lease, refusal)
-    stretch = Stretch(lease, Journal(lease.id, lines, replay_count=lease.replay_count), tools)
+    stretch = Stretch(lease, Journal(lease.id, lines, replay_count=lease.replay_count), tools, hold)
     if isinstance(workflow, Saga):
         return await _forward(workflow, SagaRun(stretch), stretch)
     outcome = await _follow(workflow, Run(stretch), stretch)
@@ -79,10 +81,8 @@ async def _follow(workflow: Workflow[Any, Any], run: Run, stretch: Stretch) -> O
     token = current.set(run)
     try:
         arguments = workflow.signature.decode(stretch.lease.envelope.payload_inline or b"")
-        if workflow.timeout_seconds is None:
-            result = await workflow.function(run, **arguments)
-        else:
-            result = await in_time(partial(workflow.function, run, **arguments), workflow.timeout_seconds, workflow.name)
+        call, seconds = partial(workflow.function, run, **arguments), workflow.timeout_seconds
+        result = await (call() if seconds is None else in_time(call, seconds, workflow.name))
         stretch.refuse()
         journal.end()
         done = workflow.signature.encode_result(result)

@@ -24,7 +24,7 @@ from onefold.context import Context
 from onefold.driving import drive
 from onefold.errors import HandlerError, LeaseLostError, SequenceGapError, StoreUnavailableError
 from onefold.handling import Ready, end_strays, make_ready, watched
-from onefold.holding import Hold, end, is_cancelled, raise_if_stopped
+from onefold.holding import Hold, deadline_of, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
@@ -65,8 +65,13 @@ class Execution:
     quarantine_after: int = limits.QUARANTINE_AFTER
     threads: Threads = field(default_factory=Threads)
     processes: Processes = field(default_factory=Processes)
+    _tools: Tools = field(init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set)
     _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        given = (self.store, self.clock, self.chance, self.prepare, self.resources, self.middleware)
+        self._tools = Tools(*given)
 
     async def __aenter__(self) -> Execution:
         self._stack.enter_context(watched())
@@ -95,7 +100,8 @@ class Execution:
             return await self._drive(task, hold, None if refusal is None else refusal.failure)
         if refusal is not None:
             return refusal
-        context = Context(lease, self.store, self.prepare, self.resources, lambda: self._deadline(hold), bearer=hold)
+        held_until = partial(deadline_of, hold, self.clock)
+        context = Context(lease, self.store, self.prepare, self.resources, held_until, bearer=hold)
         if task.beat_seconds is not None:
             # Its beginning is the first sign of life, so that one which never gives another is seen to stall.
             hold.pulse = Pulse(self.clock.steady())
@@ -126,17 +132,11 @@ class Execution:
             current.reset(token)
 
     async def _drive(self, workflow: Workflow[Any, Any], hold: Hold, refusal: Failure | None) -> Outcome:
-        held_until = partial(self._deadline, hold)
-        given = (self.store, self.clock, self.chance, self.prepare, self.resources, held_until, self.middleware)
-        tools = Tools(*given, hold)
         try:
-            return self.announce(hold.lease, await drive(workflow, hold.lease, tools, refusal))
+            return self.announce(hold.lease, await drive(workflow, hold, self._tools, refusal))
         except BaseException as error:
             await raise_if_stopped((hold,), error)
             return self._decide(workflow, hold.lease, error)
-
-    def _deadline(self, hold: Hold) -> int:
-        return self.clock.now() + hold.until - self.clock.steady()
 
     def _refuse(self, task: Task[Any, Any], lease: Lease) -> Outcome | None:
         """Return the outcome of a message that must not run, or None."""

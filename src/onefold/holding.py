@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from onefold.clock import give_way
+from onefold.clock import Clock, give_way
 from onefold.errors import LeaseLostError
 from onefold.handling import refuse_strays
 from onefold.progress import Pulse
@@ -41,6 +41,11 @@ class Hold(Protocol):
         ...
 
     pulse: Pulse | None
+
+
+def deadline_of(hold: Hold, clock: Clock) -> int:
+    """Return when a lease runs out unless it is renewed, on the clock that people read."""
+    return clock.now() + hold.until - clock.steady()
 
 
 def is_cancelled(hold: Hold) -> bool:

@@ -26,6 +26,8 @@ logger = logging.getLogger("onefold")
 
 #: Kinds that stand for what the code asked for, under the name it asked with.
 _ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
+#: Those of them that say nothing more.
+_PLAIN = frozenset(_ASKED) - {StepKind.TAKEN}
 _STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 
 encode = msgspec.json.Encoder().encode
@@ -99,18 +101,27 @@ class Journal:
             self._read(step)
 
     def _read(self, step: Step) -> None:
-        kind = step.kind
-        if kind is StepKind.SIGNAL:
+        # Most lines are of these kinds, and every run that goes on reads all of its own.
+        if step.kind in _PLAIN:
+            self._lines[step.name, step.kind] = step
+            name: str | None = step.name
+        else:
+            name = self._read_special(step)
+        if name is not None:
+            self._unasked.setdefault(branch_of(name), {}).setdefault(name, step.seq)
+
+    def _read_special(self, step: Step) -> str | None:
+        """Take in a line that says more than its name, and return for which step it was written, if it tells."""
+        if step.kind is StepKind.SIGNAL:
             self._mailbox.setdefault(step.name.partition("/")[0], []).append(step)
-            return
+            return None
         self._keep(step)
-        if kind is StepKind.RESTART:
+        if step.kind is StepKind.RESTART:
             self.restarts += 1
             self.rounds += step.value == UNDONE
-        elif kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
+        elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
-        if name := _asked_for(step):
-            self._unasked.setdefault(branch_of(name), {}).setdefault(name, step.seq)
+        return _asked_for(step)
 
     # names
 
@@ -186,8 +197,9 @@ class Journal:
 
     def went_on(self, line: Step) -> bool:
         """Whether the run did more after this line: it was through with it then, even if a clock was set back since."""
-        unasked = self._unasked.get(branch_of(line.name))
-        return unasked is not None and max(unasked.values(), default=0) > line.seq
+        if not (unasked := self._unasked.get(branch_of(line.name))):
+            return False
+        return max(unasked.values()) > line.seq
 
     def take_pending(self) -> list[Step]:
         """Hand over what is to be written with the next record."""

@@ -124,11 +124,11 @@ async def _rehearse(
     """Run a workflow against its journal and return what is wrong, if anything."""
     now = app._clock.now()
     lease = Lease(record.envelope, record.fence, 1, 0, record.replay_count, now, "preflight")
-    tools = Tools(app.store, app._clock, app._chance, app._prepare, None, lambda: now)
+    tools = Tools(app.store, app._clock, app._chance, app._prepare, None)
     if isinstance(workflow, Saga) and cause_of(steps, record.replay_count) is not None:
         return await _rehearse_undo(workflow, lease, tools, steps)
     journal = Journal(lease.id, steps, replay_count=record.replay_count)
-    stretch = Stretch(lease, journal, tools, dry=True)
+    stretch = Stretch(lease, journal, tools)
     run = SagaRun(stretch) if isinstance(workflow, Saga) else Run(stretch)
     token = current.set(run)
     try:

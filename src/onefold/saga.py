@@ -119,7 +119,7 @@ async def rehearse(saga: Saga[Any, Any], lease: Lease, tools: Tools, lines: Sequ
     """
     arguments = saga.signature.decode(lease.envelope.payload_inline or b"")
     journal = Journal(lease.id, [one for one in lines if not is_of_undo(one)], replay_count=lease.replay_count)
-    stretch = Stretch(lease, journal, tools, dry=True)
+    stretch = Stretch(lease, journal, tools)
     run = SagaRun(stretch)
     token = current.set(run)
     try:

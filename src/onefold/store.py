@@ -210,7 +210,7 @@ class Store(Protocol):
         never more at once than may run, counted from the leases that are alive; in a line only the first of those that
         have not ended.  Gates take turns, however many messages wait at one of them.
         Of those that take a place or a token from others, at most ``at_once`` are taken: so many can begin now.
-        A run that may have a journal comes with it, where that is short; otherwise it is to be asked for with ``steps``.
+        A run comes with its journal if that is short; where it has none although there may be one, ``steps`` reads it.
         Committed when it returns, so no lock is held while a handler runs.
         """
         ...

@@ -25,6 +25,7 @@ from onefold.effects import Ledger
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
 from onefold.handling import end_strays, refuse_strays
+from onefold.holding import Hold, deadline_of
 from onefold.inside import current
 from onefold.journal import Journal, Retried, decode_failure, encode
 from onefold.receipt import Receipt
@@ -60,7 +61,7 @@ class Wait:
 
 
 class Stretch:
-    """One claim of a run; ``dry`` stops before anything that the journal does not have.
+    """One claim of a run; one that nobody holds is rehearsed, and stops before anything that the journal does not have.
 
     Most need little of it, so what is seldom used is made when it is.
     """
@@ -71,11 +72,11 @@ class Stretch:
     #: For branches that wait while others run.
     _parked: asyncio.Event | None = None
 
-    def __init__(self, lease: Lease, journal: Journal, tools: Tools, *, dry: bool = False) -> None:
+    def __init__(self, lease: Lease, journal: Journal, tools: Tools, hold: Hold | None = None) -> None:
         self.lease = lease
         self.journal = journal
         self.tools = tools
-        self._dry = dry
+        self._hold = hold
         self._began = tools.clock.steady()
         self._waits: list[Wait] = []
         #: Branches that neither wait nor have ended.
@@ -113,7 +114,7 @@ class Stretch:
         self.refuse()
         with self.fatal:
             self.journal.begin(name)
-        if self._dry:
+        if self._hold is None:
             raise self._stop()
 
     async def wait(self, wait: Wait) -> None:
@@ -133,9 +134,14 @@ class Stretch:
         self._running -= 1
         return self._park() if self._running <= 0 else Parking()
 
+    def is_before(self, instant: int | None) -> bool:
+        """Whether a time has not come yet; None never does."""
+        # What had come when the run was claimed needs no look at the clock.
+        return instant is None or (instant > self.lease.claimed_at and instant > self.now)
+
     async def wait_until(self, instant: int | None, *, awaits: int = 0) -> None:
         """Wait unless the time has come; None never does."""
-        if instant is None or instant > self.now:
+        if self.is_before(instant):
             await self.wait(Wait(instant, awaits))
 
     async def wait_for(self, seconds: float | None, *, awaits: int = 0, failure: Failure | None = None) -> None:
@@ -219,7 +225,7 @@ class Stretch:
         What a step did through its ``context`` is part of that commit.
         """
         self.refuse()
-        if self._dry:
+        if self._hold is None:
             raise self._stop()
         with self.journal.leaving() as (pending, sends, notes), self.fatal:
             lines = [*pending, *steps]
@@ -281,12 +287,12 @@ class Stretch:
         kwargs: Mapping[str, Any],
         fingerprint: bytes,
     ) -> Any:
-        tools, journal = self.tools, self.journal
+        tools, journal, hold = self.tools, self.journal, self._hold
+        assert hold is not None, "a rehearsal stops before it calls anything"
         ledger = Ledger(self.lease.id, _answering(journal, name), self.record, f"{name}/")
         scope = StepScope(name, attempt, ledger, journal.restarts, journal.rounds)
-        context = Context(
-            self.lease, tools.store, tools.prepare, tools.resources, tools.held_until, scope, bearer=tools.bearer
-        )
+        held_until = partial(deadline_of, hold, tools.clock)
+        context = Context(self.lease, tools.store, tools.prepare, tools.resources, held_until, scope, bearer=hold)
         call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
         for middleware in reversed(tools.middleware):
             call = partial(middleware, context, call)

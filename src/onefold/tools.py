@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from onefold.clock import Clock
-from onefold.progress import Bearer
 from onefold.store import Store
 from onefold.transaction import Prepare
 
@@ -18,14 +16,13 @@ from onefold.transaction import Prepare
 Middleware = Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
-class Tools(msgspec.Struct, frozen=True):
-    """What every run of a worker needs."""
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What every run of a worker needs, the same for all of them."""
 
     store: Store
     clock: Clock
     chance: random.Random
     prepare: Prepare
     resources: Any
-    held_until: Callable[[], int]
     middleware: Sequence[Middleware] = ()
-    bearer: Bearer | None = None

@@ -34,7 +34,7 @@ from onefold.receipt import Receipt
 from onefold.step import Step, StepKind
 from onefold.stepping import CallOptions, StepFunction, StepSettings, check_command, settings_of
 from onefold.store import State, Stored
-from onefold.stretch import Raised, Stretch, branch
+from onefold.stretch import Raised, Stretch, Wait, branch
 from onefold.task import BoundTask, Call, Task, takes_first
 from onefold.topic import Publishable
 
@@ -159,15 +159,15 @@ class Run:
         return self._sleep(self._name("sleep"), length)
 
     async def _sleep(self, name: str, length: float) -> None:
+        stretch, journal = self._stretch, self._journal
         fingerprint = _fingerprint_of_sleep(length)
-        timer = self._stretch.find(name, StepKind.TIMER, fingerprint)
-        if timer is not None:
-            if not self._journal.went_on(timer):
-                await self._stretch.wait_until(due_at(timer))
-            return
-        self._stretch.begin(name)
-        self._journal.pending.append(Step(name, StepKind.TIMER, encode(length), fingerprint))
-        await self._stretch.wait_for(length)
+        timer = stretch.find(name, StepKind.TIMER, fingerprint)
+        if timer is None:
+            stretch.begin(name)
+            journal.pending.append(Step(name, StepKind.TIMER, encode(length), fingerprint))
+            await stretch.wait_for(length)
+        elif stretch.is_before(until := due_at(timer)) and not journal.went_on(timer):
+            await stretch.wait(Wait(until))
 
     @overload
     def signal(

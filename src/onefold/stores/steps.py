@@ -18,8 +18,6 @@ from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Pa
 
 _encode = msgspec.json.Encoder().encode
 
-#: Where the value stands in the row of a line.
-_VALUE = 2
 _by_seq = attrgetter("seq")
 
 #: A wake that nobody's records reach.
@@ -131,19 +129,18 @@ def give_journals(leases: Sequence[Lease], rows: Sequence[Sequence[Any]]) -> Non
     A line without a value is too large to be read by a claim, and where there are as many rows as a claim reads, more
     may follow: such a journal is left to be read when it is needed.
     """
-    found: list[list[Step] | None] = [[] for _ in leases]
-    for number, *row in rows:
-        its = found[number]
-        if row[_VALUE] is None:
-            found[number] = None
-        elif its is not None:
-            its.append(step_of(row))
-    whole = len(leases) if len(rows) < limits.CLAIMED_LINES_MAX else rows[-1][0]
-    for lease, its in zip(leases[:whole], found, strict=False):
-        if its is not None:
-            its.sort(key=_by_seq)
+    journals: list[list[Step]] = [[] for _ in leases]
+    partial = set() if len(rows) < limits.CLAIMED_LINES_MAX else set(range(rows[-1][0], len(leases)))
+    for number, name, kind, value, fingerprint, at, seq in rows:
+        if value is None:
+            partial.add(number)
+        journals[number].append(Step(name, _KINDS[kind], value, fingerprint, at, seq))
+    for number, (lease, journal) in enumerate(zip(leases, journals, strict=True)):
+        if number not in partial:
+            if len(journal) > 1:
+                journal.sort(key=_by_seq)
             # Nobody else has seen the lease yet, so it may still be completed.
-            msgspec.structs.force_setattr(lease, "journal", tuple(its))
+            msgspec.structs.force_setattr(lease, "journal", tuple(journal))
 
 
 def blob_name(step: Step) -> str:

@@ -51,6 +51,37 @@ class JournalContract(Contract):
         assert await bench.store.settle([(again, WAITING)]) == [True]
         assert (await bench.record(waits.id)).failure is None
 
+    # With the claim.
+
+    @scenario
+    async def test_a_run_is_claimed_with_its_journal(self, bench: Bench) -> None:
+        types = ("task", "task@1")
+        await bench.put(pinned=True)
+        (fresh,) = await bench.claim(types=types)
+        await bench.store.record(fresh, [result("b"), result("a")])
+        await bench.store.record(fresh.id, [signal("1")])
+        await bench.store.settle([(fresh, Parked(0.0, seen=0, awaits=0, steps=(Step("c", StepKind.TIMER, b"0.0"),)))])
+        told = await bench.put(pinned=True)
+        await bench.store.record(told.id, [signal("1")])
+        journals = {lease.id: lease.journal or () for lease in await bench.claim(types=types)}
+        assert [step.name for step in journals[fresh.id]] == ["b", "a", "paid/1", "c"]
+        assert [step.name for step in journals[told.id]] == ["paid/1"]
+        for id_, journal in journals.items():
+            assert journal == tuple(await bench.store.steps(id_))
+
+    @scenario
+    async def test_a_journal_with_a_large_value_is_left_to_be_read_by_whoever_needs_it(self, bench: Bench) -> None:
+        fits, large, parts = limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_VALUE_BYTES_MAX + 1, 2_000_000
+        for size in (fits, large, parts):
+            await bench.put(pinned=True)
+            (lease,) = await bench.claim(types=("task@1",))
+            await bench.store.record(lease, [result("a"), result("b", b"x" * size)])
+            await bench.store.settle([(lease, Parked(0.0, seen=0, awaits=0))])
+            (again,) = await bench.claim(types=("task@1",))
+            whole = tuple(await bench.store.steps(lease.id))
+            assert [len(step.value) for step in whole] == [1, size]
+            assert again.journal == (whole if size == fits else None)
+
     # By the owner.
 
     @scenario
