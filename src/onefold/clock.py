@@ -94,6 +94,10 @@ class SystemChance(random.SystemRandom):
                 return int.from_bytes(block, "big") >> (128 - k)
             self.refill()
 
+    def random(self) -> float:
+        """Return a number from 0 up to 1."""
+        return self.getrandbits(53) * 2**-53
+
 
 _chances: weakref.WeakSet[SystemChance] = weakref.WeakSet()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import random
-import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -24,6 +23,11 @@ THROTTLED_SECONDS = 30.0
 _LATER = {408, 425, 429}
 #: Statuses whose Retry-After is an appointment, not a failure: no attempt is used up.
 _APPOINTMENT = {429, 503}
+
+#: Places of stacks whose lines are kept; code that is made while it runs could have any number of them.
+_PLACES_MAX = 4_096
+#: By file, line and function; the lines are those of the code that runs, whatever became of its file since.
+_places: dict[tuple[str, int, str], str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +83,17 @@ class RetryPolicy:
 
 def failure_of(error: BaseException, reason: str) -> Failure:
     """Write down an exception, bounded; a hostile ``__str__`` cannot get in the way."""
+    return _failure(error, reason, status_of(error))
+
+
+def _failure(error: BaseException, reason: str, status: int | None) -> Failure:
+    kind = type(error)
     return Failure(
         reason=reason,
-        error_type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+        error_type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         error_message=_text(error),
         stack=_stack(error)[-limits.STACK_TEXT_MAX :],
-        status_code=status_of(error),
+        status_code=status,
     )
 
 
@@ -94,12 +103,24 @@ def _stack(error: BaseException) -> str:
     Finding what to mark means parsing the source again, which would cost more than the rest of a failed run.
     """
     lines: list[str] = []
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}\n')
-        if text := linecache.getline(code.co_filename, number, frame.f_globals).strip():
-            lines.append(f"    {text}\n")
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = (code.co_filename, trace.tb_lineno, code.co_name)
+        lines.append(_places.get(place) or _describe(place, trace.tb_frame.f_globals))
+        trace = trace.tb_next
     return "".join(lines)
+
+
+def _describe(place: tuple[str, int, str], module: dict[str, Any]) -> str:
+    """Return the lines about one place of a stack, and keep them: what fails, fails in the same places."""
+    file, number, name = place
+    text = linecache.getline(file, number, module).strip()
+    lines = f'  File "{file}", line {number}, in {name}\n' + (f"    {text}\n" if text else "")
+    if len(_places) >= _PLACES_MAX:
+        _places.clear()
+    _places[place] = lines
+    return lines
 
 
 def _text(error: BaseException) -> str:
@@ -113,7 +134,8 @@ def _text(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status an exception carries, as httpx, requests, aiohttp and urllib do it."""
-    for holder in (_peek(error, "response"), error):
+    response = _peek(error, "response")
+    for holder in (error,) if response is None else (response, error):
         for name in ("status_code", "status", "code"):
             status = _peek(holder, name)
             if type(status) is int and 100 <= status <= 599:
@@ -155,24 +177,24 @@ def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int,
     """Return what becomes of a message whose handler raised."""
     if isinstance(error, Snooze):
         return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
-    if isinstance(error, Reject):
-        return Dead(failure_of(error, "rejected"))
-    if isinstance(error, EnvelopeError):
-        return Dead(failure_of(error, "contract"))
-    if isinstance(error, KeyReuseError):
-        return Dead(failure_of(error, "key reuse"))
-    if isinstance(error, policy.permanent):
-        return Dead(failure_of(error, "permanent"))
     status = status_of(error)
+    if isinstance(error, Reject):
+        return Dead(_failure(error, "rejected", status))
+    if isinstance(error, EnvelopeError):
+        return Dead(_failure(error, "contract", status))
+    if isinstance(error, KeyReuseError):
+        return Dead(_failure(error, "key reuse", status))
+    if isinstance(error, policy.permanent):
+        return Dead(_failure(error, "permanent", status))
     if status in _APPOINTMENT and (wait := _appointment(error, status, now)) is not None:
-        return Again(wait, failure_of(error, "throttled"), counted=False)
+        return Again(wait, _failure(error, "throttled", status), counted=False)
     if status is not None and 400 <= status < 500 and status not in _LATER:
-        return Dead(failure_of(error, "permanent"))
+        return Dead(_failure(error, "permanent", status))
     if lease.attempt >= policy.max_attempts:
-        return Dead(failure_of(error, "attempts exhausted"))
+        return Dead(_failure(error, "attempts exhausted", status))
     asked = error.after_seconds if isinstance(error, Retry) else None
     delay = policy.delay(lease.attempt, chance) if asked is None else max(DELAY_SECONDS_MIN, asked)
-    return Again(delay, failure_of(error, "failed"))
+    return Again(delay, _failure(error, "failed", status))
 
 
 def _appointment(error: BaseException, status: int | None, now: int) -> float | None:
