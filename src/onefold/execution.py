@@ -67,6 +67,7 @@ class Execution:
     processes: Processes = field(default_factory=Processes)
     _tools: Tools = field(init=False)
     _late: set[asyncio.Task[None]] = field(default_factory=set)
+    _unlogged: list[tuple[Lease, Again | Dead, str]] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Execution:
 
     async def __aexit__(self, *_: object) -> None:
         self._stack.close()
+        self.log_failures()
         for task in self._late:
             task.cancel()
         await self.finish_late()
@@ -219,6 +221,7 @@ class Execution:
 
     async def _commit(self, work: Work, outcomes: Settlements) -> None:
         """Settle in a commit of the handler's own, and begin what comes after it."""
+        self.log_failures()
         if work.needs_transaction:
             await work.commit(outcomes)
         elif not all(await self.store.settle(outcomes)):
@@ -245,7 +248,7 @@ class Execution:
         return self.decide_failure(task, lease, error)
 
     def decide_failure(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
-        """Decide about a message whose handler or settling failed, and log it."""
+        """Decide about a message whose handler or settling failed; ``log_failures`` tells of it."""
         kind = type(error).__name__
         if isinstance(error, DecidedError):
             outcome, kind = error.outcome, error.error
@@ -255,11 +258,20 @@ class Execution:
             outcome = decide(task.retry, lease, error, now=self.clock.now(), chance=self.chance)
         if isinstance(outcome, Dead):
             outcome = replace(outcome, key_window=task.key_window)
-        _log(lease, outcome, kind)
+        self._unlogged.append((lease, outcome, kind))
         if task.saga and isinstance(outcome, Dead):
             # It was its settling that failed, which may be so again: not at once.
             return undoing(lease, outcome.failure, delay=UNAVAILABLE_SECONDS)
         return self.announce(lease, outcome)
+
+    def log_failures(self) -> None:
+        """Log what has failed since the last time; called before anything is settled.
+
+        Lines that are written together cost a third of what each would cost between two handlers.
+        """
+        failed, self._unlogged = self._unlogged, []
+        for lease, outcome, error in failed:
+            _log(lease, outcome, error)
 
     def announce(self, lease: Lease, outcome: Decided) -> Decided:
         """Let those be told who want to know of dead letters."""

@@ -97,6 +97,7 @@ class Settler:
         """Settle now, for as long as it takes: what handlers have done is not dropped because the store is away."""
         pause = _BACK_OFF_SECONDS
         while True:
+            self._execution.log_failures()
             try:
                 won = await self._execution.store.settle([(held.lease, outcome) for held, outcome in settlements])
                 break
