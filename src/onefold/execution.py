@@ -267,7 +267,7 @@ class Execution:
     def log_failures(self) -> None:
         """Log what has failed since the last time; called before anything is settled.
 
-        Lines that are written together cost a third of what each would cost between two handlers.
+        Lines that are written together cost less than half of what each would cost between two handlers.
         """
         failed, self._unlogged = self._unlogged, []
         for lease, outcome, error in failed:

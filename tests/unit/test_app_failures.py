@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
-from onefold import Context, LeaseLostError, Retry, RetryPolicy, Snooze, State, limits
+from onefold import Batch, Context, LeaseLostError, Retry, RetryPolicy, Snooze, State, limits
 from onefold.errors import StoreUnavailableError
+from onefold.store import Lease, Outcome
 
 if TYPE_CHECKING:
     from conftest import Bench
@@ -95,6 +97,83 @@ def test_a_handler_past_its_timeout_is_cancelled_and_fails(bench: Bench) -> None
         assert (cleaned, await bench.effects()) == (["up"], [])
 
     bench.run(scenario)
+
+
+def test_every_failed_run_leaves_a_line_in_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """However many fail at once."""
+
+    @bench.app.task(retry=RetryPolicy(max_attempts=2, jitter=False))
+    async def fails(number: int) -> None:
+        raise ValueError("no")
+
+    async def scenario() -> None:
+        sent = await bench.app.send_many(fails.call(number) for number in range(3))
+        await bench.work()
+        assert sorted(_logged(caplog)) == sorted(("retry", one.id, "1", "5.0", "ValueError") for one in sent)
+        caplog.clear()
+        bench.clock.advance(5)
+        await bench.work()
+        assert sorted(_logged(caplog)) == sorted(("dead", one.id, "2", "-", "ValueError") for one in sent)
+
+    bench.run(scenario)
+
+
+def test_a_failure_is_logged_before_the_commit_that_records_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """A handler with rows of its own settles by itself."""
+    logged: list[tuple[str, ...]] = []
+
+    @bench.app.task(batch=2)
+    async def half(batch: Batch[int]) -> None:
+        await bench.insert(batch, "kept")
+        batch[0].done()
+        batch[1].reject("no")
+        batch.after(look)
+
+    async def look() -> None:
+        logged.extend(_logged(caplog))
+
+    async def scenario() -> None:
+        sent = await bench.app.send_many(half.call(number) for number in range(2))
+        await bench.work()
+        dead = [one.id for one in sent if (await bench.record(one)).state is State.DEAD]
+        assert logged == [("dead", *dead, "1", "-", "Reject")]
+
+    bench.run(scenario)
+
+
+def test_a_failure_is_logged_though_the_store_is_away(
+    sqlite_bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[int] = []
+
+    @sqlite_bench.app.task
+    async def fails() -> None:
+        raise ValueError("no")
+
+    async def scenario() -> None:
+        await fails.send()
+        settle = sqlite_bench.app.store.settle
+
+        async def away_at_first(settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+            logged.append(len(_logged(caplog)))
+            if len(logged) < 3:
+                raise StoreUnavailableError("away")
+            return await settle(settlements)
+
+        monkeypatch.setattr(sqlite_bench.app.store, "settle", away_at_first)
+        await sqlite_bench.work()
+        assert logged == [1, 1, 1]
+
+    sqlite_bench.run(scenario)
+
+
+def _logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
+    """Return what the log says of failures: what becomes of which message, after which attempt, when, and why."""
+    lines = [record.getMessage().split() for record in caplog.records if " attempt=" in record.getMessage()]
+    return [(line[0], *(word.partition("=")[2] for word in line if word.startswith(_WORDS))) for line in lines]
+
+
+_WORDS = ("message_id=", "attempt=", "delay=", "error=")
 
 
 def test_instructions_are_followed(bench: Bench) -> None:

@@ -16,6 +16,14 @@ def test_numbers_have_the_bits_asked_for() -> None:
         assert any(number >= 2 ** (bits - 1) for number in drawn)
 
 
+def test_fractions_are_spread_from_nought_up_to_one() -> None:
+    chance = system_random()
+    drawn = [chance.random() for _ in range(4_000)]
+    assert all(0 <= number < 1 for number in drawn)
+    assert all(800 < sum(low <= number < low + 0.25 for number in drawn) < 1_200 for low in (0, 0.25, 0.5, 0.75))
+    assert any(number * 2**52 % 1 for number in drawn), "the last bit of a float is drawn as well"
+
+
 def test_no_id_is_made_twice_by_threads() -> None:
     chance = system_random()
     made: list[list[str]] = [[] for _ in range(4)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import email.message
+import linecache
 import random
+import traceback
 import urllib.error
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold import limits
+from onefold import limits, retry
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.envelope import Envelope
 from onefold.errors import (
@@ -149,6 +151,52 @@ def test_an_unknown_exception_is_retried_and_written_down() -> None:
     assert outcome.failure is not None
     assert (outcome.failure.error_type, outcome.failure.error_message) == ("LookupError", "nobody knows")
     assert "test_an_unknown_exception_is_retried" in outcome.failure.stack
+
+
+def _raised(depth: int) -> ValueError:
+    try:
+        _raise(depth)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def _raise(depth: int) -> None:
+    if depth:
+        _raise(depth - 1)
+    raise ValueError("here")
+
+
+def test_a_stack_reads_as_python_writes_it() -> None:
+    """D3: every frame with its line of source, the one that raised last; once more, it reads the same."""
+    error = _raised(2)
+    frames = traceback.extract_tb(error.__traceback__)
+    expected = "".join(f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}\n' for f in frames)
+    assert [failure_of(error, "failed").stack for _ in range(2)] == [expected, expected]
+    assert expected.count("in _raise\n") == 3
+
+
+def test_the_source_of_a_place_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails fails in the same places, and reading the source costs more than all else about a failure."""
+    asked: list[int] = []
+
+    def getline(filename: str, lineno: int, module_globals: dict[str, Any]) -> str:
+        asked.append(lineno)
+        return "source\n"
+
+    monkeypatch.setattr(retry, "_places", {})
+    monkeypatch.setattr(retry, "_PLACES_MAX", 3)
+    monkeypatch.setattr(linecache, "getline", getline)
+    failures = [failure_of(_raised(4), "failed") for _ in range(10)]
+    assert len(set(failures)) == 1
+    assert len(asked) == len(set(asked)) == 3
+
+    code = "\n" * 7 + "raise ValueError('made')"
+    for number in range(10):
+        with pytest.raises(ValueError, match="made") as caught:
+            exec(compile(code, f"made-{number}", "exec"))
+        assert f'"made-{number}", line 8, in <module>' in failure_of(caught.value, "failed").stack
+        assert len(retry._places) <= 3, "code that is made while it runs does not fill the memory"
 
 
 @pytest.mark.parametrize(
