@@ -74,6 +74,24 @@ decode_sent = msgspec.json.Decoder(Sent).decode
 class Journal:
     """The steps of one run as its owner knows them."""
 
+    __slots__ = (
+        "_ends",
+        "_last",
+        "_lines",
+        "_mailbox",
+        "_ordinals",
+        "_replay_count",
+        "_run_id",
+        "_taken",
+        "_unasked",
+        "asked",
+        "notes",
+        "pending",
+        "restarts",
+        "rounds",
+        "sends",
+    )
+
     def __init__(self, run_id: str, steps: Iterable[Step] = (), *, replay_count: int = 0) -> None:
         self._run_id = run_id
         self._replay_count = replay_count
@@ -132,7 +150,8 @@ class Journal:
 
     def name(self, branch: str, what: str) -> str:
         """Name the next step of this kind that the code asks for in this branch."""
-        name = f"{branch}{what}#{self.ordinal(branch + what)}"
+        what = branch + what
+        name = f"{what}#{self.ordinal(what)}"
         if len(name) > limits.STEP_NAME_BYTES_MAX:
             raise LimitError(
                 "step", f"{name!r} has {len(name)} bytes; at most {limits.STEP_NAME_BYTES_MAX} are allowed: nest less"

@@ -66,11 +66,7 @@ class Stretch:
     Most need little of it, so what is seldom used is made when it is.
     """
 
-    #: Why nothing more can be done, if that is so.
-    over: BaseException | None = None
-    _parking = False
-    #: For branches that wait while others run.
-    _parked: asyncio.Event | None = None
+    __slots__ = ("_began", "_hold", "_parked", "_running", "_waits", "journal", "lease", "over", "parking", "tools")
 
     def __init__(self, lease: Lease, journal: Journal, tools: Tools, hold: Hold | None = None) -> None:
         self.lease = lease
@@ -81,6 +77,11 @@ class Stretch:
         self._waits: list[Wait] = []
         #: Branches that neither wait nor have ended.
         self._running = 1
+        #: Whether everything has come to wait, and for branches that wait while others run, the moment it does.
+        self.parking = False
+        self._parked: asyncio.Event | None = None
+        #: Why nothing more can be done, if that is so.
+        self.over: BaseException | None = None
 
     @property
     def fatal(self) -> _Fatal:
@@ -98,7 +99,7 @@ class Stretch:
         """Do nothing more once the stretch is over."""
         if self.over is not None:
             raise self.over
-        if self._parking:
+        if self.parking:
             raise Parking
 
     def find(self, name: str, kind: StepKind, fingerprint: bytes) -> Step | None:
@@ -124,7 +125,7 @@ class Stretch:
             self.journal.pause(branch.get())
         self._waits.append(wait)
         parking = self._stop()
-        if not self._parking:
+        if not self.parking:
             self._parked = self._parked or asyncio.Event()
             await self._parked.wait()
         raise parking
@@ -150,7 +151,7 @@ class Stretch:
         await self.wait(Wait(until, awaits, failure))
 
     def _park(self) -> Parking:
-        self._parking = True
+        self.parking = True
         if self._parked is not None:
             self._parked.set()
         return Parking()
@@ -170,11 +171,6 @@ class Stretch:
             tuple(journal.sends),
             tuple(journal.notes),
         )
-
-    @property
-    def parking(self) -> bool:
-        """Whether everything has come to wait."""
-        return self._parking
 
     # branches
 

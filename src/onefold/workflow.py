@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
@@ -73,7 +73,7 @@ class Run:
         self.message = stretch.lease.envelope
         self.resources = stretch.tools.resources
 
-    @cached_property
+    @property
     def _children(self) -> Children:
         return Children(self._stretch)
 

@@ -8,7 +8,7 @@ import pytest
 
 from onefold import App, Run, limits
 from onefold.step import Step, StepKind
-from onefold.store import Again, Lease
+from onefold.store import Again, Lease, Query, State
 from onefold.testing import FakeClock
 
 
@@ -39,5 +39,30 @@ def test_a_journal_of_which_not_every_line_was_read_is_not_handed_out(
             assert [lease.journal is not None for lease in claimed] == [number < whole for number in range(3)]
             for lease in claimed[:whole]:
                 assert lease.journal == tuple(await app.store.steps(lease.id))
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_journal_does_not_keep_the_runs_beside_it_from_being_claimed(sqlite_url: str) -> None:
+    clock = FakeClock()
+    app = App(sqlite_url, clock=clock)
+
+    @app.workflow(key="{number}")
+    async def flow(run: Run, number: int) -> int:
+        await run.sleep(60)
+        return number
+
+    async def scenario() -> None:
+        await app.migrate()
+        async with app:
+            damaged, sound = [await flow.send(number) for number in range(2)]
+            await app.work(until_idle=True)
+            async with app.transaction() as transaction:
+                await transaction.execute("UPDATE onefold_step SET name = CAST(x'ff' AS TEXT) WHERE seq = 1")
+            clock.advance(60)
+            await app.work(until_idle=True)
+            assert await sound.result() == 1
+            (record,) = await app.store.find(Query(ids=(damaged.id,)))
+            assert record.state is State.SCHEDULED
 
     asyncio.run(scenario())

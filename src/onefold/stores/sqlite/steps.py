@@ -6,6 +6,7 @@ Plain blocking code, like the session it belongs to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import apsw
@@ -18,6 +19,7 @@ from onefold.step import Note, Step
 from onefold.store import Failure, Fenced, Lease, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.sql import load_statements
+from onefold.stores.sqlite.connection import UNREADABLE
 from onefold.stores.sqlite.session import as_json
 
 SQL = load_statements("onefold.stores.sqlite", "steps.sql")
@@ -127,10 +129,12 @@ class Steps:
 
     def read_claimed(self, leases: Sequence[Lease]) -> None:
         """Give runs just claimed their journals, as far as those are short."""
-        if runs := lines.journaled(leases):
-            given = as_json([lease.id for lease in runs])
-            most = (limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_LINES_MAX)
-            lines.give_journals(runs, self._rows("claim_journals", given, *most))
+        if not (runs := lines.journaled(leases)):
+            return
+        most = (limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_LINES_MAX)
+        # A damaged journal is to fail its own run, when that reads it, and not the claim.
+        with suppress(*UNREADABLE):
+            lines.give_journals(runs, self._rows("claim_journals", as_json([lease.id for lease in runs]), *most))
 
     def _whole(self, message_id: str, step: Step) -> Step:
         """Put the value of a large line together."""
