@@ -8,8 +8,7 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -225,16 +224,9 @@ class Journal:
         pending, self.pending = self.pending, []
         return pending
 
-    @contextmanager
-    def leaving(self) -> Iterator[tuple[list[Step], list[Envelope], list[Note]]]:
+    def leaving(self) -> Leaving:
         """Hand over everything that waits for the next record, and take it back should that fail."""
-        pending, sends, notes = self.take_pending(), self.sends, self.notes
-        self.sends, self.notes = [], []
-        try:
-            yield pending, sends, notes
-        except BaseException:
-            self.pending[:0], self.sends[:0], self.notes[:0] = pending, sends, notes
-            raise
+        return Leaving(self)
 
     # what the lines mean
 
@@ -281,6 +273,25 @@ class Journal:
                 self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
                 return step
         return None
+
+
+class Leaving:
+    """What waits for the next record, as long as that is under way."""
+
+    __slots__ = ("_given", "_journal")
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._given = (journal.take_pending(), journal.sends, journal.notes)
+        journal.sends, journal.notes = [], []
+
+    def __enter__(self) -> tuple[list[Step], list[Envelope], list[Note]]:
+        return self._given
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            journal = self._journal
+            journal.pending[:0], journal.sends[:0], journal.notes[:0] = self._given
 
 
 _signal_value = ResultCodec(Any, most=limits.PAYLOAD_BYTES_MAX, field="signal")

@@ -113,8 +113,11 @@ class Stretch:
     def begin(self, name: str) -> None:
         """Something that the journal does not have is about to be done."""
         self.refuse()
-        with self.fatal:
+        try:
             self.journal.begin(name)
+        except ReplayError as error:
+            self.over = error
+            raise
         if self._hold is None:
             raise self._stop()
 
@@ -261,15 +264,17 @@ class Stretch:
             raise step_error(name, decode_failure(failed.value))
         self.begin(name)
         tries = self.journal.tries(name)
-        attempt = 1 + sum(retried.counted for _, retried in tries)
+        attempt = 1
         if tries:
+            attempt += sum(retried.counted for _, retried in tries)
             step, retried = tries[-1]
             await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
         while True:
             try:
-                with self.fatal:
-                    return await self._try(name, attempt, function, args, kwargs, fingerprint)
+                return await self._try(name, attempt, function, args, kwargs, fingerprint)
             except BaseException as error:
+                if isinstance(error, _FATAL):
+                    self.over = error
                 if isinstance(error, (Parking, *_FATAL)) or stopped_from_outside(error):
                     raise
                 attempt += await self._after_failure(name, attempt, function, fingerprint, error)

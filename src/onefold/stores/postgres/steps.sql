@@ -35,7 +35,7 @@ UNION ALL
 SELECT id::text, -1 FROM parked WHERE wake_target IS NULL
 
 -- name: record_by_owner
--- Stands for record_held and record_step: returns what is new, and under the kind -1 whose lease was held.
+-- Stands for lease_fences and record_step: returns what is new, and under the kind -1 whose lease was held.
 -- The row is held until the commit, so that nobody takes the message over in between.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (

@@ -9,6 +9,7 @@ from onefold.clock import MICROSECONDS
 from onefold.step import Step
 from onefold.store import Act, Fenced, Purged, Registered, State
 from onefold.stores.sqlite.gates import LINE_RETENTION, next_place
+from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.session import Session
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.steps import act_of, check_outside
@@ -56,15 +57,28 @@ def note_act(session: Session, message_id: str, kind: str, act: Act) -> None:
 
 def record(session: Session, owner: Fenced | str, steps: Sequence[Step], act: Act | None = None) -> list[Step] | None:
     """Record in a journal for a lease, for somebody else or for a person; None when the lease is lost."""
-    now, journal = session.clock.now(), Steps(session.connection)
     if not isinstance(owner, str):
-        return journal.by_owner(owner, steps, now)
+        return record_by_owners(session, [(owner, steps)])[0]
+    now, journal = session.clock.now(), Steps(session.connection)
     if act is None:
         check_outside(steps)
         return journal.by_others(owner, steps, now)
     if stand := journal.by_hand(owner, steps, now):
         note_act(session, owner, act_of(steps), act)
     return stand
+
+
+def record_by_owners(session: Session, recordings: Sequence[tuple[Fenced, Sequence[Step]]]) -> list[list[Step] | None]:
+    """Record for leases; None for each that is not held any more."""
+    now, journal = session.clock.now(), Steps(session.connection)
+    numbers = rows_of(session, [owner for owner, _ in recordings])
+    fences = fences_of(session, numbers)
+    return [
+        journal.write(owner.id, steps, now)[0]
+        if seq is not None and fences.get(seq, (0, 0))[0] == owner.fence
+        else None
+        for (owner, steps), seq in zip(recordings, numbers, strict=True)
+    ]
 
 
 def rewind(session: Session, message_id: str, step: str, act: Act) -> list[Step]:

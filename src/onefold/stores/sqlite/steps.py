@@ -16,7 +16,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
-from onefold.store import Failure, Fenced, Lease, Parked, State
+from onefold.store import Failure, Lease, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.sql import load_statements
 from onefold.stores.sqlite.connection import UNREADABLE
@@ -43,10 +43,6 @@ class Steps:
         self._rows("settle_park", lines.awaited(outcome), _due_at(outcome, now), now, seq)
 
     # recording
-
-    def by_owner(self, owner: Fenced, steps: Sequence[Step], now: int) -> list[Step] | None:
-        """Record for a lease; None when it is not held any more."""
-        return self.write(owner.id, steps, now)[0] if self._rows("record_held", owner.id, owner.fence) else None
 
     def by_others(self, message_id: str, steps: Sequence[Step], now: int) -> list[Step]:
         """Record for a message of somebody else, and wake it; returns nothing when nobody listens."""

@@ -9,9 +9,6 @@ SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NUL
     wake_target = CASE WHEN wake < ?1 THEN ?1 END
 WHERE seq = ?4
 
--- name: record_held
-SELECT 1 FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq WHERE m.id = ? AND d.fence = ?
-
 -- name: record_step
 INSERT INTO onefold_step (message_id, name, kind, at, fingerprint, value) VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING

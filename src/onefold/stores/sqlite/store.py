@@ -40,7 +40,14 @@ from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.stores.sqlite.finding import attempts, count, find
 from onefold.stores.sqlite.gates import Asked, Gates
 from onefold.stores.sqlite.leasing import claim, claim_possible, extend
-from onefold.stores.sqlite.operating import entries, record, registered, release_after_boot, restored
+from onefold.stores.sqlite.operating import (
+    entries,
+    record,
+    record_by_owners,
+    registered,
+    release_after_boot,
+    restored,
+)
 from onefold.stores.sqlite.putting import KEEP, put, put_lone
 from onefold.stores.sqlite.reader import Reader, fetch
 from onefold.stores.sqlite.reporting import progress, report
@@ -197,9 +204,12 @@ class SQLiteStore:
 
     async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
         rows = rows_for(steps, lambda step: step.value)
+        if not isinstance(owner, str):
+            self._refuse_misuse()
+            together = self._writer.write_each(record_by_owners, [(owner, steps)], rows=rows)
+            return or_lost(owner, (await self._translate(together))[0])
         recorded = or_lost(owner, await self._write(lambda session: record(session, owner, steps), rows=rows))
-        if isinstance(owner, str):
-            self._wake.ring()
+        self._wake.ring()
         return recorded
 
     async def claim(
