@@ -17,7 +17,7 @@ from onefold import limits
 from onefold.cancelling import take_back
 from onefold.children import Child, Children
 from onefold.errors import LeaseLostError, ReplayError, StoreUnavailableError
-from onefold.holding import Hold
+from onefold.holding import Hold, stopped_from_outside
 from onefold.journal import Journal, decode_begun, encode
 from onefold.receipt import COMPENSATED
 from onefold.retry import failure_of
@@ -26,7 +26,7 @@ from onefold.status import begun_steps, is_of_undo, undo_line, undo_name
 from onefold.step import Step, StepKind
 from onefold.stepping import StepFunction, settings_of
 from onefold.store import Act, Dead, Failure, Lease, Outcome, Parked, State
-from onefold.stretch import Parking, Stretch, Wait, stopped_from_outside, until_a_person_acts
+from onefold.stretch import Parking, Stretch, Wait, until_a_person_acts
 from onefold.task import Task
 from onefold.tools import Tools
 from onefold.undo import Never

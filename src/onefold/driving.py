@@ -18,7 +18,7 @@ from onefold.errors import (
     StoreUnavailableError,
     UncertainError,
 )
-from onefold.holding import Hold
+from onefold.holding import Hold, stopped_from_outside
 from onefold.inside import current
 from onefold.journal import Journal, read_journal
 from onefold.retry import decide, failure_of
@@ -26,7 +26,7 @@ from onefold.saga import Saga, SagaRun
 from onefold.status import cause_of
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, Outcome
-from onefold.stretch import Stretch, stopped_from_outside, until_a_person_acts
+from onefold.stretch import Stretch, until_a_person_acts
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
 

@@ -71,8 +71,7 @@ class Execution:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        given = (self.store, self.clock, self.chance, self.prepare, self.resources, self.middleware)
-        self._tools = Tools(*given)
+        self._tools = Tools(self.store, self.clock, self.chance, self.prepare, self.resources, self.middleware)
 
     async def __aenter__(self) -> Execution:
         self._stack.enter_context(watched())

@@ -53,6 +53,12 @@ def is_cancelled(hold: Hold) -> bool:
     return hold.runner is not None and hold.runner.cancelling() > 0
 
 
+def stopped_from_outside(error: BaseException) -> bool:
+    """Tell a cancellation that came from outside from code that raised ``CancelledError`` by itself."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 async def end(work: Work, holds: Sequence[Hold]) -> None:
     """Let nothing outlive a handler that has returned: neither its tasks nor a stop it may have swallowed."""
     await refuse_strays(work)

@@ -17,6 +17,7 @@ from onefold import limits
 from onefold.children import Child
 from onefold.codec import fingerprint_of_call
 from onefold.errors import ConfigurationError
+from onefold.holding import stopped_from_outside
 from onefold.inside import current
 from onefold.journal import Begun, Journal, encode
 from onefold.options import TaskSettings
@@ -24,7 +25,7 @@ from onefold.status import is_of_undo
 from onefold.step import Step, StepKind
 from onefold.stepping import StepFunction, StepSettings, check_command, in_time, settings_of
 from onefold.store import Lease
-from onefold.stretch import Stretch, stopped_from_outside
+from onefold.stretch import Stretch
 from onefold.task import BoundTask, Sender, Task
 from onefold.tools import Tools
 from onefold.undo import Never, Undo

@@ -25,7 +25,7 @@ from onefold.effects import Ledger
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
 from onefold.handling import end_strays, refuse_strays
-from onefold.holding import Hold, deadline_of
+from onefold.holding import Hold, deadline_of, stopped_from_outside
 from onefold.inside import current
 from onefold.journal import Journal, Retried, decode_failure, encode
 from onefold.receipt import Receipt
@@ -61,10 +61,7 @@ class Wait:
 
 
 class Stretch:
-    """One claim of a run; one that nobody holds is rehearsed, and stops before anything that the journal does not have.
-
-    Most need little of it, so what is seldom used is made when it is.
-    """
+    """One claim of a run; one that nobody holds is a rehearsal, and stops before what the journal does not have."""
 
     __slots__ = ("_began", "_hold", "_parked", "_running", "_waits", "journal", "lease", "over", "parking", "tools")
 
@@ -376,12 +373,6 @@ async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequ
                 raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
     for note in notes:
         await transaction.record(note.message_id, [note.step])
-
-
-def stopped_from_outside(error: BaseException) -> bool:
-    """Tell a cancellation that came from outside from code that raised ``CancelledError`` by itself."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def step_error(name: str, failure: Failure) -> StepError:
