@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from onefold import limits
 from onefold.announcing import announced
 from onefold.bulk import put_all
-from onefold.clock import Clock, SystemClock, new_id, system_random
+from onefold.clock import Clock, Ids, SystemClock, system_random
 from onefold.declaring import TaskVerbs
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
@@ -28,7 +28,7 @@ from onefold.recurring import Keeper
 from onefold.registry import Registry
 from onefold.running import WorkflowVerbs
 from onefold.slots import Slots
-from onefold.store import Lease, Outcome, PutOptions, Query, Record, Store
+from onefold.store import KEEP, Lease, Outcome, PutOptions, Query, Record, Store
 from onefold.stores import open_store
 from onefold.task import Call, Task
 from onefold.ticker import Ticker
@@ -46,6 +46,8 @@ OnSend = Callable[[Envelope], Envelope]
 
 #: Where the store's URL is looked for when the app is made without one.
 URL_VARIABLE = "ONEFOLD_URL"
+
+_REDRIVE = PutOptions(if_dead="redrive")
 
 
 class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
@@ -69,6 +71,7 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
         self._clock = clock or SystemClock()
         self._test_clock = clock
         self._chance = chance or system_random()
+        self._ids = Ids(self._clock, self._chance)
         self._include = tuple(include)
         self._store: Store | None = None
         self._registry = Registry()
@@ -173,14 +176,14 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
                 f"{call.task.name} belongs to another app, so its message cannot join this commit; "
                 "send it before or after, or declare the task on this app"
             )
-        envelope = call.envelope(self.fresh_id(), parent=parent, index=index)
+        envelope = call.envelope(self._ids.make(), parent=parent, index=index)
         if self._on_send:
             envelope = self._complete(envelope)
-        return envelope, Receipt(envelope.id, self._source(call.task))
+        return envelope, Receipt(envelope.id, self._sources.get(call.task) or self._source(call.task))
 
     def fresh_id(self) -> str:
         """Make an id that no other message or signal has."""
-        return new_id(self._clock.now(), self._chance)
+        return self._ids.make()
 
     def _complete(self, envelope: Envelope) -> Envelope:
         for change in self._on_send:
@@ -188,11 +191,8 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
         return check(envelope)
 
     def _source(self, task: Task[Any, R]) -> Source[R]:
-        source = self._sources.get(task)
-        if source is None:
-            source = Source(task.signature.decode_result, self._find_outside, self._clock.sleep)
-            self._sources[task] = source
-        return source
+        source = Source(task.signature.decode_result, self._find_outside, self._clock.sleep)
+        return self._sources.setdefault(task, source)
 
     async def _find_outside(self, query: Query) -> list[Record]:
         refuse_inside("result()")
@@ -205,7 +205,7 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
 
     async def _put(self, call: Call[R]) -> Receipt[R]:
         envelope, receipt = self._prepare(call, None, 0)
-        stored = (await self.store.put([envelope], PutOptions(if_dead=call.options.get("if_dead", "keep"))))[0]
+        (stored,) = await self.store.put([envelope], _REDRIVE if call.options.get("if_dead") == "redrive" else KEEP)
         if stored.clash:
             raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
         if stored.duplicate:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import struct
 import time
+import types
 import weakref
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -65,62 +66,84 @@ def boot_id() -> str:
         return f"booted-{(time.time() - time.monotonic()) // 10:.0f}"
 
 
-#: Random bytes are fetched for this many numbers at once, because asking for each apart costs more than using it.
-_BLOCKS = 256
+#: Randomness is fetched for this many ids at once, because asking for each apart costs more than using it.
+_IDS_AT_ONCE = 256
 
 
-class SystemChance(random.SystemRandom):
-    """Randomness from the operating system, fetched in blocks.
+class Ids:
+    """Makes message ids: UUIDs of version 7, so that they sort by the time they were made.
 
-    Unlike a seeded generator it does not repeat itself after a fork: the child throws away what was fetched before.
+    No two threads are given the same one, and a forked child throws away what was fetched before.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.refill()
-        _chances.add(self)
+    def __init__(self, clock: Clock, chance: random.Random) -> None:
+        self._now = clock.now
+        self._chance = chance
+        self._head = (-1, "")
+        self._tails: list[str] = []
+        _all_ids.add(self)
 
-    def refill(self) -> None:
-        """Fetch anew, and throw away what is left."""
-        self._blocks = struct.iter_unpack("16s", os.urandom(16 * _BLOCKS))
-
-    def getrandbits(self, k: int, /) -> int:
-        """Return ``k`` random bits."""
-        if k > 128:
-            return super().getrandbits(k)
+    def make(self) -> str:
+        """Return an id that no other message or signal has."""
+        milliseconds = self._now() // 1000
+        made_at, head = self._head
+        if made_at != milliseconds:
+            head = _id_head(milliseconds)
+            self._head = milliseconds, head
         while True:
-            # Taking the next block is one step of the interpreter, so no two threads are given the same one.
-            for (block,) in self._blocks:
-                return int.from_bytes(block, "big") >> (128 - k)
-            self.refill()
+            try:
+                # One step of the interpreter: whatever another thread does, it is given another one.
+                return head + self._tails.pop()
+            except IndexError:
+                self._tails = _id_tails(self._chance, _IDS_AT_ONCE)
+
+    def forget(self) -> None:
+        """Throw away what was fetched."""
+        self._tails = []
 
     def random(self) -> float:
         """Return a number from 0 up to 1."""
         return self.getrandbits(53) * 2**-53
 
 
-_chances: weakref.WeakSet[SystemChance] = weakref.WeakSet()
+_all_ids: weakref.WeakSet[Ids] = weakref.WeakSet()
 
 
-def _refill_all() -> None:
-    for chance in _chances:
-        chance.refill()
+def _forget_all() -> None:
+    for ids in _all_ids:
+        ids.forget()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refill_all)
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def system_random() -> random.Random:
-    """Return randomness from the operating system."""
-    return SystemChance()
+    """Return randomness from the operating system, which unlike a seeded generator does not repeat after a fork."""
+    return random.SystemRandom()
 
 
 def new_id(now: int, chance: random.Random) -> str:
-    """Make a message id: a UUID of version 7, so that ids sort by the time they were made."""
-    when, what = f"{now // 1000:012x}", f"{chance.getrandbits(74):019x}"
-    # The first of the random digits is 0 to 3: it becomes the two bits beside the variant.
-    return f"{when[:8]}-{when[8:]}-7{what[1:4]}-{'89ab'[int(what[0])]}{what[4:7]}-{what[7:]}"
+    """Make one message id."""
+    return _id_head(now // 1000) + _id_tails(chance, 1)[0]
+
+
+def _id_head(milliseconds: int) -> str:
+    when = f"{milliseconds:012x}"
+    return f"{when[:8]}-{when[8:]}"
+
+
+#: What is written for a random digit where an id says how it is laid out.
+_VARIANT = {f"{digit:x}": "89ab"[digit % 4] for digit in range(16)}
+
+
+def _id_tails(chance: random.Random, number: int) -> list[str]:
+    """Return what follows the time in so many ids."""
+    drawn = f"{chance.getrandbits(80 * number):0{20 * number}x}"
+    return [
+        f"-7{drawn[at : at + 3]}-{_VARIANT[drawn[at + 3]]}{drawn[at + 4 : at + 7]}-{drawn[at + 7 : at + 19]}"
+        for at in range(0, 20 * number, 20)
+    ]
 
 
 def first_id(instant: int) -> str:
@@ -141,9 +164,10 @@ def to_instant(moment: datetime) -> int:
     return round(moment.timestamp() * MICROSECONDS)
 
 
-async def give_way() -> None:
+@types.coroutine
+def give_way() -> Generator[None, None, None]:
     """Let everything else on the event loop have its turn."""
-    await asyncio.sleep(0)
+    yield
 
 
 def pause(seconds: float) -> None:

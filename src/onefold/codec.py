@@ -8,13 +8,13 @@ Nothing is ever unpickled, and no reader is chosen by a name inside a message.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, get_type_hints
 
 import msgspec
@@ -69,7 +69,7 @@ _encode = msgspec.json.Encoder(order="deterministic", enc_hook=_encode_foreign).
 
 def fingerprint_of(data: bytes) -> bytes:
     """Return a short digest that two payloads share only if they are the same bytes."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return blake2b(data, digest_size=16).digest()
 
 
 class Signature:
@@ -109,6 +109,9 @@ class Signature:
         self.hints: Mapping[str, Any] = {n: hints.get(n, Any) for n in self.names}
         self._print_fields = self._check_fingerprint(name, fingerprint)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._prints_all = fingerprint is None and not self._defaults
+        self._names = frozenset(self.names)
+        self._positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
 
     def _check_fingerprint(self, name: str, fingerprint: Sequence[str] | None) -> tuple[str, ...] | None:
         for field in fingerprint or ():
@@ -118,32 +121,36 @@ class Signature:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Match arguments with parameters as a call would; a wrong one raises ``TypeError`` at once."""
-        if not kwargs and len(args) == len(self.names):
+        if not kwargs and len(args) == self._positional == len(self.names):
             return dict(zip(self.names, args, strict=True))
-        bound = self._python.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
+        if len(args) <= self._positional:
+            given = dict(zip(self.names, args, strict=False))
+            given.update(kwargs)
+            if len(given) == len(args) + len(kwargs):
+                arguments = given if len(given) == len(self.names) else {**self._defaults, **given}
+                if arguments.keys() == self._names:
+                    return arguments
+        # Some argument is missing, unknown or given twice; Python itself says it best.
+        return self._python.bind(*args, **kwargs).arguments
 
     def encode(self, arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """Return the arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
         try:
-            values = self._arguments(**arguments)
-            data = _encode(values)
+            data = _encode(self._arguments(**arguments))
         except Exception as error:
             raise DecodeError("payload_inline", f"cannot be written as JSON: {error}") from error
-        refuse_what_json_hides(data, arguments)
+        if not self._plain or len(data) > limits.JSON_DIGITS_MAX or b"\\u0000" in data or b"null" in data:
+            refuse_what_json_hides(data, arguments)
         self._read(data)
         if not self._plain:
             check_json("payload_inline", data)
-        return data, self._fingerprint(data, arguments)
+        return data, fingerprint_of(data if self._prints_all else self._printed(arguments))
 
-    def _fingerprint(self, data: bytes, arguments: Mapping[str, Any]) -> bytes:
+    def _printed(self, arguments: Mapping[str, Any]) -> bytes:
         """Leave out defaulted arguments, so that adding one later does not make an old send look different."""
         if self._print_fields is not None:
-            data = _encode({name: arguments[name] for name in self._print_fields})
-        elif self._defaults:
-            data = _encode(self._arguments(**{n: self._unless_default(n, v) for n, v in arguments.items()}))
-        return fingerprint_of(data)
+            return _encode({name: arguments[name] for name in self._print_fields})
+        return _encode(self._arguments(**{n: self._unless_default(n, v) for n, v in arguments.items()}))
 
     def _unless_default(self, name: str, value: Any) -> Any:
         default = self._defaults.get(name, msgspec.UNSET)

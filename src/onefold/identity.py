@@ -61,6 +61,8 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
     between = {character for literal, _ in fields[1:] for character in literal} if len(fields) > 1 else set()
     escapes = {ord(c): "".join(f"%{byte:02x}" for byte in c.encode()) for c in between | {"%"}} if between else {}
     steps = [(literal, None if field is None else _reader(what, field)) for literal, field, _, _ in parts]
+    if len(steps) == 1 and not steps[0][0] and steps[0][1] is not None:
+        return steps[0][1]  # one field is all of it
 
     def key(arguments: Mapping[str, Any]) -> str:
         written = ""
@@ -77,7 +79,12 @@ def from_template(name: str, what: str, template: str, hints: Mapping[str, Any])
 def _reader(what: str, field: str) -> KeyFunction:
     """Return what writes one field of a template."""
     if field.isidentifier():
-        return lambda arguments: _text(what, field, arguments[field])
+
+        def read_plain(arguments: Mapping[str, Any]) -> str:
+            value = arguments[field]
+            return str(value) if type(value) is int else _text(what, field, value)
+
+        return read_plain
     formatter = string.Formatter()
 
     def read(arguments: Mapping[str, Any]) -> str:
@@ -92,8 +99,6 @@ def _reader(what: str, field: str) -> KeyFunction:
 
 def _text(what: str, field: str, value: Any) -> str:
     """Write one value the same way every time, or refuse it: a float or None makes a key nobody can rely on."""
-    if type(value) is int:
-        return str(value)
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, dt.datetime | dt.date):

@@ -134,11 +134,12 @@ def check_options(options: SendOptions) -> SendOptions:
 
 #: Keys that begin like this are given by onefold itself, and what they mark.
 _RESERVED = {UNKEYED: "without a key", SCHEDULED: "of a schedule"}
+_PREFIXES = tuple(_RESERVED)
 
 
 def reserved(key: str) -> str | None:
     """Say what is wrong with a key that onefold itself might have given; None if nothing is."""
-    for prefix, marked in _RESERVED.items():
-        if key.startswith(prefix):
-            return f"begins with {prefix!r}, which marks messages {marked}"
-    return None
+    if not key.startswith(_PREFIXES):
+        return None
+    prefix, marked = next((prefix, marked) for prefix, marked in _RESERVED.items() if key.startswith(prefix))
+    return f"begins with {prefix!r}, which marks messages {marked}"

@@ -113,6 +113,10 @@ class PutOptions:
     batch_key: str | None = None
 
 
+#: What most puts want.
+KEEP = PutOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     """Who did something to a message by hand, and why; kept for ever beside it."""

@@ -33,7 +33,20 @@ from onefold.outcome import (
     Parked,
     State,
 )
-from onefold.record import Act, Attempt, Counts, Progress, Purged, PutOptions, Query, Record, Registered, Said, Stored
+from onefold.record import (
+    KEEP,
+    Act,
+    Attempt,
+    Counts,
+    Progress,
+    Purged,
+    PutOptions,
+    Query,
+    Record,
+    Registered,
+    Said,
+    Stored,
+)
 from onefold.step import Step
 
 __all__ = [

@@ -27,6 +27,8 @@ from onefold.receipt import Receipt
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_OPTIONS: SendOptions = {}
+
 
 class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
     """One call of a task, checked and encoded, not yet sent."""
@@ -64,9 +66,9 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
             saga=self.task.saga,
         )
         # What is not from the arguments was checked when the task was declared or the parent was made.
-        surely_good = key.isascii() and key.isprintable() and 0 < len(key) <= limits.SUBJECT_BYTES_MAX
-        surely_good = surely_good and subject.isascii() and subject.isprintable() and 0 < len(subject) <= len(key)
-        return envelope if surely_good and len(self.payload) <= SURELY_FITS else check(envelope)
+        if len(self.payload) <= SURELY_FITS and _is_surely_good(key) and (subject == key or _is_surely_good(subject)):
+            return envelope
+        return check(envelope)
 
     def _with_options(self, id_: str, key: str, subject: str, parent: Envelope | None) -> Envelope:
         options = self.options
@@ -102,6 +104,11 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
     def __repr__(self) -> str:
         # Without the payload: what is printed or logged is no place for it.
         return f"<call of {self.task.name} key={self.key!r}>"
+
+
+def _is_surely_good(text: str) -> bool:
+    """Whether it fits in a key and in a subject; others are looked at more closely."""
+    return text.isascii() and text.isprintable() and 0 < len(text) <= limits.SUBJECT_BYTES_MAX
 
 
 def _shortened(key: str) -> str:
@@ -194,11 +201,11 @@ class Task(Generic[P, R]):
         inside a handler or transaction it leaves with its commit.
         A crash before that leaves nothing or one message; sending again with the same key is harmless.
         """
-        return self._sender.dispatch(self.call(*args, **kwargs))
+        return self._sender.dispatch(self.make_call(args, kwargs, NO_OPTIONS))
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         """Check and encode one call for ``send_many`` or a transaction, without sending it."""
-        return self.make_call(args, kwargs, {})
+        return self.make_call(args, kwargs, NO_OPTIONS)
 
     def options(self, **options: Unpack[SendOptions]) -> BoundTask[P, R]:
         """Return this task with options for the sends that follow; they never mix with arguments."""
@@ -208,10 +215,13 @@ class Task(Generic[P, R]):
         """Bind, check and encode arguments; everything that can be wrong with them raises here."""
         arguments = self.signature.bind(args, kwargs)
         payload, fingerprint = self.signature.encode(arguments)
-        key = options.get("key") or (self._key(arguments) if self._key is not None else None)
+        key, subject = options.get("key"), options.get("subject")
+        if key is None and self._key is not None:
+            key = self._key(arguments)
+        if subject is None and self._subject is not None:
+            subject = self._subject(arguments)
         if key is not None and (wrong := reserved(key)) is not None:
             raise EnvelopeError("idempotency_key", wrong)
-        subject = options.get("subject") or (self._subject(arguments) if self._subject is not None else None)
         place = self._place(arguments, options) if options or self.gate.is_for_all else NOWHERE
         return Call(self, payload, fingerprint, key, subject, options, place)
 

@@ -63,8 +63,9 @@ class Buffer:
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Buffer one message; its receipt has an id at once."""
-        self._refuse_late()
-        if call.options.get("if_dead", "keep") != "keep":
+        if self._closed:
+            self._refuse_late()
+        if call.options and call.options.get("if_dead", "keep") != "keep":
             raise ConfigurationError("if_dead='redrive' reopens another message; send it outside of a transaction")
         envelope, receipt = self._prepare(call, self._parent, self.unkeyed)
         if call.key is None:

@@ -30,6 +30,7 @@ WHOLE = {
     "count_dead": {"o USING COVERING INDEX onefold_outcome_letter"},
     "purge_register": {"onefold_register"},
     "put_last": {"onefold_sequence"},
+    "put_lone_message": {"onefold_sequence"},
     "purge_sequence": {"onefold_sequence"},
     "gate_next": {"onefold_sequence"},
     # Once after a restart of the machine or a restore from backup.

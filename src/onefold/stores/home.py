@@ -22,7 +22,9 @@ class Home:
 
     def refuse_strangers(self) -> None:
         """Raise for a caller that would use the connections from a second place."""
+        # A child has no running loop before it starts one of its own.
+        if asyncio._get_running_loop() is self.loop:
+            return
         if self.abroad:
             raise StoreError("this store was opened before a fork; open one in the child process")
-        if asyncio.get_running_loop() is not self.loop:
-            raise StoreError("this store was opened in another event loop; use it there, or open one here")
+        raise StoreError("this store was opened in another event loop; use it there, or open one here")

@@ -18,6 +18,7 @@ from onefold.errors import StoreUnavailableError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
+    KEEP,
     Act,
     Attempt,
     Capabilities,
@@ -42,7 +43,6 @@ from onefold.testing.clock import FakeClock
 
 Answer = TypeVar("Answer")
 
-_KEEP = PutOptions()
 #: Longer sleeps than this wait for somebody to advance the clock, as on any ``FakeClock``.
 _HASTE_SECONDS = 5.0
 
@@ -148,7 +148,7 @@ class FaultyStore:
             commit = None if inside.concluded else await self.before("commit")
         self.after("commit", commit)
 
-    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         return await self.call("put", lambda: self._store.put(envelopes, options))
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
@@ -240,7 +240,7 @@ class FaultyTransaction:
     ) -> list[tuple[Any, ...]]:
         return await self._store.call("transaction.execute", lambda: self._opened.execute(statement, parameters))
 
-    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = _KEEP) -> list[Stored]:
+    async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         return await self._store.call("transaction.put", lambda: self._opened.put(envelopes, options))
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:

@@ -19,6 +19,7 @@ from onefold.errors import StoreError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
+    KEEP,
     Attempt,
     Capabilities,
     Counts,
@@ -50,7 +51,6 @@ from onefold.stores.postgres.settlements import Settlement, brings_more
 from onefold.stores.postgres.statements import BEGIN, BEGIN_READING
 from onefold.stores.postgres.steps import Recording
 from onefold.stores.postgres.transaction import (
-    KEEP,
     OwnTransaction,
     PostgresTransaction,
     came_back,

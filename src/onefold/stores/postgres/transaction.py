@@ -14,7 +14,7 @@ from onefold.clock import MICROSECONDS, SystemClock
 from onefold.envelope import Envelope
 from onefold.errors import CommitUnknownError, LeaseLostError, StoreError, StoreUnavailableError
 from onefold.step import Step
-from onefold.store import Act, Again, Done, Fenced, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
+from onefold.store import KEEP, Act, Again, Done, Fenced, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.claiming import NEAR_SECONDS
 from onefold.stores.postgres.connection import refuse_lost
 from onefold.stores.postgres.faults import is_lost, is_stale, translated
@@ -24,7 +24,6 @@ from onefold.stores.postgres.settlements import Settlement, brings_more, sends_o
 from onefold.stores.postgres.wire import JoinedWire, Named
 from onefold.stores.steps import or_lost
 
-KEEP = PutOptions()
 #: Messages put this long before their commit may lie before the place where claims begin to look.
 _LATE = round(NEAR_SECONDS * MICROSECONDS / 2)
 

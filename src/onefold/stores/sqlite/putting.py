@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import apsw
+
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
-from onefold.store import Act, PutOptions, State, Stored
+from onefold.store import KEEP, Act, PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.gating import FIRST_PLACE
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
@@ -16,7 +18,8 @@ from onefold.stores.rows import message_row
 from onefold.stores.sqlite.operating import move
 from onefold.stores.sqlite.session import SQL, Row, Session, as_json
 
-KEEP = PutOptions()
+
+_LONE_MESSAGE, _LONE_KEY, _LONE_DELIVERY = SQL["put_lone_message"], SQL["put_lone_key"], SQL["put_lone_delivery"]
 
 
 def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
@@ -27,13 +30,13 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     last: int = session.rows("put_last")[0][0]
     # Every envelope has its number, also one that will turn out to be there already: numbers are plenty.
     numbered = list(enumerate(envelopes, last + 1))
-    simple = [(seq, e) for seq, e in numbered if e.deduplication_key is None]
-    keyed = [_key_row(seq, e) for seq, e in simple if e.keyed]
-    if session.changes("put_key", keyed) == len(keyed) and len(simple) == len(numbered):
+    keyed = [_key_row(seq, e) for seq, e in numbered if e.keyed and e.deduplication_key is None]
+    contested = session.changes("put_key", keyed) != len(keyed) or any(e.deduplication_key for e in envelopes)
+    if not contested:
         fresh, answers = numbered, [Stored(e.id, State.SCHEDULED) for e in envelopes]
     else:
         fresh, answers = _settle_contest(session, numbered, keyed, options)
-    known = _insert(session, fresh, now)
+    known = _insert(session, fresh, now, last)
     if not known:
         return answers
     return [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
@@ -44,14 +47,13 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
     if e.deduplication_key is not None or _is_gated(e):
         return None
     now, execute = session.clock.now(), session.connection.execute
-    seq = session.rows("put_last")[0][0] + 1
-    before = session.connection.total_changes()
-    if e.keyed:
-        execute(SQL["put_key"], _key_row(seq, e))
-    execute(SQL["put_message"], (seq, *message_row(e, now)))
-    if session.connection.total_changes() - before != e.keyed + 1:
+    try:
+        execute(_LONE_MESSAGE, message_row(e, now))
+        if e.keyed:
+            execute(_LONE_KEY, (e.message_type, e.idempotency_key, e.fingerprint, e.schema_version))
+    except apsw.ConstraintError:
         return None
-    execute(SQL["put_delivery"], _delivery_row(seq, e, now))
+    execute(_LONE_DELIVERY, _delivery_row(0, e, now)[1:])
     return Stored(e.id, State.SCHEDULED)
 
 
@@ -66,8 +68,11 @@ def _key_row(seq: int, e: Envelope) -> Row:
     return (e.message_type, e.idempotency_key, keys.IDEMPOTENCY, seq, e.fingerprint, e.schema_version, None)
 
 
-def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> dict[str, State]:
-    """Write messages and their deliveries; return where those stand that were there already."""
+def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int, last: int) -> dict[str, State]:
+    """Write messages and their deliveries; return where those stand that were there already.
+
+    Their numbers are above ``last``, and nobody else's are.
+    """
     rows = [(seq, *message_row(e, now)) for seq, e in fresh]
     known: dict[str, State] = {}
     if session.changes("put_message", rows) != len(rows):
@@ -75,10 +80,14 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> di
         stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
         fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
         known = {id_: State(state) for id_, (_, state) in stand.items() if state is not None}
+    special = [(seq, e) for seq, e in fresh if e.delay or e.due_at or e.pinned or _is_gated(e)]
+    if not special:
+        session.run("put_deliveries", last)
+        return known
     plain = [(seq, e) for seq, e in fresh if not _is_gated(e)]
     session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in plain])
     if len(plain) < len(fresh):
-        session.each("put_gated", [_gated_row(seq, e, now) for seq, e in fresh if _is_gated(e)])
+        session.each("put_gated", [_gated_row(seq, e, now) for seq, e in special if _is_gated(e)])
     return known
 
 

@@ -21,6 +21,22 @@ INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idemp
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
 
+-- name: put_lone_message
+-- A message that is put alone gets its number here, and its key and its delivery take it over; two of one id or of
+-- one key are an error here, after which the message is put with more care.
+INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idempotency_key, correlation_id,
+    causation_id, subject, created_at, retention, payload, headers)
+VALUES (max((SELECT coalesce(max(seq), 0) FROM onefold_message), (SELECT last FROM onefold_sequence)) + 1,
+    ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+
+-- name: put_lone_key
+INSERT INTO onefold_key (scope, key, kind, seq, fingerprint, schema_version) VALUES (?, ?, 0, last_insert_rowid(), ?, ?)
+
+-- name: put_lone_delivery
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
+VALUES (last_insert_rowid(), ?, ?, 0, ?, ?, 1, 0, 0, 0)
+
 -- name: put_known
 SELECT m.id, m.seq, coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
 FROM json_each(?) given
@@ -32,6 +48,14 @@ LEFT JOIN onefold_outcome o ON o.seq = m.seq
 INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
     replay_count)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
+
+-- name: put_deliveries
+-- Messages that were just written and are due at once, all of them.
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
+SELECT seq, queue, message_type, 0, created_at, CASE WHEN retention > 0 THEN created_at + retention ELSE 0 END,
+    1, 0, 0, 0
+FROM onefold_message WHERE seq > ?
 
 -- name: put_gated
 INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,

@@ -18,6 +18,7 @@ from onefold.errors import ConfigurationError, StoreError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
+    KEEP,
     Attempt,
     Capabilities,
     Counts,
@@ -48,7 +49,7 @@ from onefold.stores.sqlite.operating import (
     release_after_boot,
     restored,
 )
-from onefold.stores.sqlite.putting import KEEP, put, put_lone
+from onefold.stores.sqlite.putting import put, put_lone
 from onefold.stores.sqlite.reader import Reader, fetch
 from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
@@ -183,9 +184,11 @@ class SQLiteStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         self._refuse_misuse()
-        if len(envelopes) == 1 and options == KEEP and (lone := self._writer.write_lone(put_lone, envelopes[0])):
-            self._wake.ring()
-            return [lone]
+        if len(envelopes) == 1 and options is KEEP and (self._writer.is_alone or await self._writer.find_alone()):
+            lone = self._writer.write_lone(put_lone, envelopes[0])
+            if lone is not None:
+                self._wake.ring()
+                return [lone]
         rows = rows_for(envelopes, lambda e: e.payload_inline)
         if options == KEEP:
             stored = await self._translate(self._writer.write_each(put, envelopes, rows=rows))

@@ -13,11 +13,11 @@ from onefold import limits
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
 from onefold.step import Step
-from onefold.store import Act, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
+from onefold.store import KEEP, Act, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
 from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, translated
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind
-from onefold.stores.sqlite.putting import KEEP, put
+from onefold.stores.sqlite.putting import put
 from onefold.stores.sqlite.round import Ending
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle, settle_all

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import apsw
 
-from onefold.clock import MICROSECONDS, Clock
+from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.errors import StoreError
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
 from onefold.stores.sqlite.link import Link
@@ -42,8 +42,8 @@ _SHORT_TURN_MICROS = 5_000
 _SPOILED_MICROS = 1_000_000
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
-#: Somebody who has written alone for a while looks for company only after this many writes; all others wait meanwhile.
-_UNASKED_MAX = 4
+#: Somebody who writes alone looks for company only after this many writes; all others wait meanwhile.
+_LONE_MAX = 8
 
 
 class Writer:
@@ -73,9 +73,9 @@ class Writer:
         self._turn_micros = 0
         self._busy = False
         self._scheduled = False
-        #: How many writes need not wait for company, and how many did not the last time: it doubles while nobody comes.
-        self._unasked = 0
-        self._unasked_most = 0
+        #: Whether somebody is finding out who else wants to write, and how many writes need not ask.
+        self._asking = False
+        self._lone = 0
         self.closed = False
         self._quiet: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -100,15 +100,30 @@ class Writer:
         answers: list[Answer] = await self._queue(Write(operation, items, rows, self._loop.create_future()))
         return answers
 
-    def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
-        """Run an operation and commit, here and now, for somebody who has written alone of late; durable then.
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else is known to write, so that ``write_lone`` may be tried."""
+        return self._lone > 0 and not (self._busy or self._waiting or self._turn is not None)
 
-        None, and nothing is written, when something is in the way or the operation answers None: then it is to be
-        queued like any other.  So is one that fails, because the queue knows what to do with whom.
+    async def find_alone(self) -> bool:
+        """Give everybody who can run now the chance to come, and say whether nobody did."""
+        if self._asking or not (self._threaded and self._is_fast) or self._busy or self._waiting or self._turn is not None:
+            return False
+        self._asking = True
+        try:
+            await give_way()
+        finally:
+            self._asking = False
+        self._lone = _LONE_MAX
+        return self.is_alone
+
+    def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
+        """Run an operation and commit, here and now, for somebody who is alone; durable then.
+
+        None, and nothing is written, when the operation answers None: then it is to be queued like any other.
+        So is one that fails, because the queue knows what to do with whom.
         """
-        if not self._unasked or self._busy or self._waiting or self._turn is not None or not self._is_fast:
-            return None
-        self._unasked -= 1
+        self._lone = self._lone - 1 if self._is_fast else 0
         link = self._link
         link.patience.allowed = False
         try:
@@ -170,11 +185,7 @@ class Writer:
     def _queue(self, write: Write) -> asyncio.Future[Any]:
         self._refuse_closed()
         self._waiting.append(write)
-        if self._unasked:
-            self._unasked -= 1
-            self._proceed()
-        else:
-            self._proceed_soon()
+        self._proceed_soon()
         return write.future
 
     def _proceed_soon(self) -> None:
@@ -184,13 +195,10 @@ class Writer:
             self._loop.call_soon(self._proceed)
 
     def _proceed(self) -> None:
+        self._scheduled = False
         if self._busy:
-            self._scheduled = False
             return
         round_ = self._collect()
-        if self._scheduled:
-            self._scheduled = False
-            self._look_for_company(round_)
         if not round_.steps:
             if self._quiet is not None and not self._quiet.done():
                 self._quiet.set_result(None)
@@ -202,12 +210,6 @@ class Writer:
             self._runner.submit(partial(self._run_there, round_))
         else:
             self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
-
-    def _look_for_company(self, round_: Round) -> None:
-        """Everybody had the chance to join: if nobody did, the next writes need not wait for others."""
-        alone = self._threaded and round_.rows == 1 and not round_.calls
-        self._unasked_most = min(2 * self._unasked_most or 1, _UNASKED_MAX) if alone else 0
-        self._unasked = self._unasked_most
 
     def _fits_here(self, round_: Round) -> bool:
         """Whether this is done within a moment for sure: the caller's own statements are never."""
