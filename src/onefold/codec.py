@@ -22,8 +22,9 @@ import msgspec
 from onefold import limits
 from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError
 
-#: Types whose every value survives JSON unchanged, so that only size and NUL remain to be checked.
-_PLAIN = (int, str, bool, type(None))
+#: Types whose every value survives JSON unchanged, so that only size and NUL, which is escaped, remain to be checked.
+_PLAIN = (int, str, bool)
+_BACKSLASH = ord("\\")
 
 
 def _encode_foreign(value: Any) -> Any:
@@ -96,9 +97,11 @@ class Signature:
             hint = hints.get(p.name, Any)
             fields.append((p.name, hint) if p.default is p.empty else (p.name, hint, _default(p.default)))
         self.names: tuple[str, ...] = tuple(p.name for p in parameters)
+        self._positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+        self._by_place = self._positional == len(parameters)
         self._plain = all(hints.get(n) in _PLAIN for n in self.names)
         try:
-            self._arguments = _struct(name, fields)
+            self._arguments = _struct(name, fields, kw_only=not self._by_place)
             for hint in (hints.get(n, Any) for n in self.names):
                 msgspec.json.schema(hint, schema_hook=_refuse_foreign)
             self._decode = msgspec.json.Decoder(self._arguments, dec_hook=_decode_foreign).decode
@@ -110,8 +113,6 @@ class Signature:
         self._print_fields = self._check_fingerprint(name, fingerprint)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._prints_all = fingerprint is None and not self._defaults
-        self._names = frozenset(self.names)
-        self._positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
 
     def _check_fingerprint(self, name: str, fingerprint: Sequence[str] | None) -> tuple[str, ...] | None:
         for field in fingerprint or ():
@@ -119,38 +120,40 @@ class Signature:
                 raise ConfigurationError(f"{name}: fingerprint names {field!r}, which is not a parameter")
         return None if fingerprint is None else tuple(sorted(fingerprint))
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Match arguments with parameters as a call would; a wrong one raises ``TypeError`` at once."""
-        if not kwargs and len(args) == self._positional == len(self.names):
-            return dict(zip(self.names, args, strict=True))
-        if len(args) <= self._positional:
-            given = dict(zip(self.names, args, strict=False))
-            given.update(kwargs)
-            if len(given) == len(args) + len(kwargs):
-                arguments = given if len(given) == len(self.names) else {**self._defaults, **given}
-                if arguments.keys() == self._names:
-                    return arguments
-        # Some argument is missing, unknown or given twice; Python itself says it best.
-        return self._python.bind(*args, **kwargs).arguments
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Match arguments with parameters as a call would, and return them as a record.
 
-    def encode(self, arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
-        """Return the arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
+        A wrong one raises ``TypeError`` at once.
+        """
         try:
-            data = _encode(self._arguments(**arguments))
+            if self._by_place:
+                return self._arguments(*args, **kwargs)
+            if len(args) <= self._positional:
+                return self._arguments(**dict(zip(self.names, args, strict=False)), **kwargs)
+        except TypeError:
+            pass
+        # Some argument is missing, unknown or given twice; Python itself says it best.
+        self._python.bind(*args, **kwargs)
+        raise AssertionError(f"{args} and {kwargs} fit the signature, but not its record")
+
+    def encode(self, arguments: Any) -> tuple[bytes, bytes]:
+        """Return bound arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
+        try:
+            data = _encode(arguments)
         except Exception as error:
             raise DecodeError("payload_inline", f"cannot be written as JSON: {error}") from error
-        if not self._plain or len(data) > limits.JSON_DIGITS_MAX or b"\\u0000" in data or b"null" in data:
+        if not self._plain or _BACKSLASH in data or len(data) > limits.JSON_DIGITS_MAX:
             refuse_what_json_hides(data, arguments)
         self._read(data)
         if not self._plain:
             check_json("payload_inline", data)
         return data, fingerprint_of(data if self._prints_all else self._printed(arguments))
 
-    def _printed(self, arguments: Mapping[str, Any]) -> bytes:
+    def _printed(self, arguments: Any) -> bytes:
         """Leave out defaulted arguments, so that adding one later does not make an old send look different."""
         if self._print_fields is not None:
-            return _encode({name: arguments[name] for name in self._print_fields})
-        return _encode(self._arguments(**{n: self._unless_default(n, v) for n, v in arguments.items()}))
+            return _encode({name: getattr(arguments, name) for name in self._print_fields})
+        return _encode(self._arguments(**{n: self._unless_default(n, getattr(arguments, n)) for n in self.names}))
 
     def _unless_default(self, name: str, value: Any) -> Any:
         default = self._defaults.get(name, msgspec.UNSET)
@@ -237,8 +240,8 @@ def _default(value: Any) -> Any:
     return value
 
 
-def _struct(name: str, fields: list[Any]) -> Any:
-    return msgspec.defstruct(f"arguments of {name}", fields, kw_only=True, forbid_unknown_fields=True)
+def _struct(name: str, fields: list[Any], *, kw_only: bool) -> Any:
+    return msgspec.defstruct(f"arguments of {name}", fields, kw_only=kw_only, forbid_unknown_fields=True)
 
 
 def _reader(hint: Any) -> Callable[[bytes], Any]:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Generic, ParamSpec
 
 import msgspec
+from msgspec.structs import asdict
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_datetime
@@ -77,7 +78,7 @@ class Debounced(Generic[P]):
         """
         refuse_inside("trigger()")
         call = self.task.call(*args, **kwargs)
-        key = self._key(self.task.signature.bind(args, kwargs))
+        key = self._key(asdict(self.task.signature.bind(args, kwargs)))
         name = limits.check_bytes("key", f"{self.task.name}:{key}", limits.KEY_BYTES_MAX)
         for _ in range(_ROUNDS_MAX):
             if (due_at := await self._write(name, call)) is not None:

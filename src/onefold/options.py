@@ -127,19 +127,17 @@ def check_options(options: SendOptions) -> SendOptions:
         )
     if "priority" in options:
         check_priority(options["priority"])
-    if (wrong := reserved(options.get("key", "-"))) is not None:
-        raise ConfigurationError(f"the key {wrong}")
+    if options.get("key", "").startswith(RESERVED):
+        raise ConfigurationError(f"the key {reserved(options['key'])}")
     return options
 
 
-#: Keys that begin like this are given by onefold itself, and what they mark.
-_RESERVED = {UNKEYED: "without a key", SCHEDULED: "of a schedule"}
-_PREFIXES = tuple(_RESERVED)
+#: Keys that begin like this are given by onefold itself.
+RESERVED = (UNKEYED, SCHEDULED)
 
 
-def reserved(key: str) -> str | None:
-    """Say what is wrong with a key that onefold itself might have given; None if nothing is."""
-    if not key.startswith(_PREFIXES):
-        return None
-    prefix, marked = next((prefix, marked) for prefix, marked in _RESERVED.items() if key.startswith(prefix))
-    return f"begins with {prefix!r}, which marks messages {marked}"
+def reserved(key: str) -> str:
+    """Say what is wrong with a key that onefold itself might have given."""
+    if key.startswith(UNKEYED):
+        return f"begins with {UNKEYED!r}, which marks messages without a key"
+    return f"begins with {SCHEDULED!r}, which marks messages of a schedule"

@@ -50,6 +50,7 @@ from onefold.record import (
 from onefold.step import Step
 
 __all__ = [
+    "KEEP",
     "MOVES",
     "Act",
     "Again",

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
 
 import msgspec
+from msgspec.structs import asdict
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
@@ -21,7 +22,7 @@ from onefold.errors import ConfigurationError, EnvelopeError, seconds
 from onefold.gate import NOWHERE, Gate, Place
 from onefold.handler import Handler
 from onefold.identity import KeyFunction, KeySource, derived_key, from_source
-from onefold.options import SendOptions, TaskSettings, check_options, reserved
+from onefold.options import RESERVED, SendOptions, TaskSettings, check_options, reserved
 from onefold.receipt import Receipt
 
 P = ParamSpec("P")
@@ -213,15 +214,16 @@ class Task(Generic[P, R]):
 
     def make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: SendOptions) -> Call[R]:
         """Bind, check and encode arguments; everything that can be wrong with them raises here."""
-        arguments = self.signature.bind(args, kwargs)
-        payload, fingerprint = self.signature.encode(arguments)
+        bound = self.signature.bind(args, kwargs)
+        payload, fingerprint = self.signature.encode(bound)
+        arguments = asdict(bound)
         key, subject = options.get("key"), options.get("subject")
         if key is None and self._key is not None:
             key = self._key(arguments)
         if subject is None and self._subject is not None:
             subject = self._subject(arguments)
-        if key is not None and (wrong := reserved(key)) is not None:
-            raise EnvelopeError("idempotency_key", wrong)
+        if key is not None and key.startswith(RESERVED):
+            raise EnvelopeError("idempotency_key", reserved(key))
         place = self._place(arguments, options) if options or self.gate.is_for_all else NOWHERE
         return Call(self, payload, fingerprint, key, subject, options, place)
 

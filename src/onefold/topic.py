@@ -6,7 +6,7 @@ Both carry the event itself as their payload, not a list of arguments: what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar, Unpack
 
 from onefold import limits
@@ -42,8 +42,8 @@ class EventSignature(Signature):
         (self._name,) = self.names
         self._event = ResultCodec(self.hints[self._name], most=limits.PAYLOAD_BYTES_MAX, field="payload_inline")
 
-    def encode(self, arguments: Mapping[str, Any]) -> tuple[bytes, bytes]:
-        data = self._event.encode(arguments[self._name])
+    def encode(self, arguments: Any) -> tuple[bytes, bytes]:
+        data = self._event.encode(getattr(arguments, self._name))
         check_json("payload_inline", data)
         return data, fingerprint_of(data)
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime as dt
 import decimal
 import enum
+import inspect
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import msgspec
 import pydantic
 import pytest
+from msgspec.structs import asdict
 
 from onefold import App, Context, limits
 from onefold.codec import Signature
@@ -120,7 +122,7 @@ VALUES: list[tuple[Any, Any]] = [
 def test_an_argument_arrives_as_it_was_sent(hint: Any, value: Any) -> None:
     """A10: equal, and of the same type."""
     codec = signature(hint)
-    arrived = codec.decode(codec.encode({"a": value})[0])["a"]
+    arrived = codec.decode(codec.encode(codec.bind((value,), {}))[0])["a"]
     assert arrived == value
     assert type(arrived) is type(value)
 
@@ -159,7 +161,7 @@ def test_a_wrong_argument_is_refused_at_send_and_at_receipt(hint: Any, value: An
     """A14: the same reader stands at both ends, and names the field."""
     codec = signature(hint)
     with pytest.raises(DecodeError) as at_send:
-        codec.encode({"a": value})
+        codec.encode(codec.bind((value,), {}))
     with pytest.raises(DecodeError) as at_receipt:
         codec.decode(b'{"a":' + encoded + b"}")
     assert at_send.value.field.startswith("a")
@@ -198,14 +200,55 @@ def test_a_default_that_was_left_out_is_not_part_of_the_fingerprint() -> None:
     assert new.encode(new.bind((1,), {"c": [1, 2]}))[1] != fingerprint
 
 
+def _by_place(a: int, b: str = "b", c: int = 3) -> None: ...
+
+
+def _by_name(a: int, *, b: str, c: int = 3) -> None: ...
+
+
+@pytest.mark.parametrize("function", [_by_place, _by_name])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1,), {}),
+        ((1, "x"), {}),
+        ((1, "x", 5), {}),
+        ((1, "x", 5, 6), {}),
+        ((1,), {"b": "x"}),
+        ((1,), {"c": 5, "b": "x"}),
+        ((), {"c": 5, "b": "x", "a": 1}),
+        ((), {"b": "x"}),
+        ((1,), {"a": 1, "b": "x"}),
+        ((1,), {"b": "x", "d": 1}),
+    ],
+)
+def test_arguments_are_bound_as_python_binds_them(
+    function: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    def outcome(bind: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
+        try:
+            return bind()
+        except TypeError as error:
+            return str(error)
+
+    def as_python() -> dict[str, Any]:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    codec = Signature(function, skip=0)
+    assert outcome(lambda: asdict(codec.bind(args, kwargs))) == outcome(as_python)
+
+
 def test_a_narrowed_fingerprint_looks_at_the_named_arguments_only() -> None:
     """B25: ``fingerprint=("a",)``."""
 
     async def handler(a: int, b: int) -> None: ...
 
     codec = Signature(handler, skip=0, fingerprint=("a",))
-    assert codec.encode({"a": 1, "b": 2})[1] == codec.encode({"a": 1, "b": 3})[1]
-    assert codec.encode({"a": 1, "b": 2})[1] != codec.encode({"a": 2, "b": 2})[1]
+    prints = [codec.encode(codec.bind(args, {}))[1] for args in ((1, 2), (1, 3), (2, 2))]
+    assert prints[0] == prints[1]
+    assert prints[0] != prints[2]
     with pytest.raises(ConfigurationError, match="'z'"):
         Signature(handler, skip=0, fingerprint=("z",))
 
@@ -244,9 +287,10 @@ def test_a_hint_that_cannot_be_found_is_refused_when_it_is_declared() -> None:
 
 def test_a_value_without_a_json_form_is_refused_at_send() -> None:
     """A10: nothing is ever pickled."""
+    codec = signature(Any)
     for value in (Foreign(), object, lambda: None, 1j):
         with pytest.raises(DecodeError):
-            signature(Any).encode({"a": value})
+            codec.encode(codec.bind((value,), {}))
 
 
 class Explosive:

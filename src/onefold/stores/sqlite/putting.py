@@ -18,7 +18,7 @@ from onefold.stores.rows import message_row
 from onefold.stores.sqlite.operating import move
 from onefold.stores.sqlite.session import SQL, Row, Session, as_json
 
-
+_SCHEDULED = State.SCHEDULED
 _LONE_MESSAGE, _LONE_KEY, _LONE_DELIVERY = SQL["put_lone_message"], SQL["put_lone_key"], SQL["put_lone_delivery"]
 
 
@@ -33,7 +33,7 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     keyed = [_key_row(seq, e) for seq, e in numbered if e.keyed and e.deduplication_key is None]
     contested = session.changes("put_key", keyed) != len(keyed) or any(e.deduplication_key for e in envelopes)
     if not contested:
-        fresh, answers = numbered, [Stored(e.id, State.SCHEDULED) for e in envelopes]
+        fresh, answers = numbered, [Stored(e.id, _SCHEDULED) for e in envelopes]
     else:
         fresh, answers = _settle_contest(session, numbered, keyed, options)
     known = _insert(session, fresh, now, last)
@@ -54,7 +54,7 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
     except apsw.ConstraintError:
         return None
     execute(_LONE_DELIVERY, _delivery_row(0, e, now)[1:])
-    return Stored(e.id, State.SCHEDULED)
+    return Stored(e.id, _SCHEDULED)
 
 
 def put_sends(session: Session, envelopes: Sequence[Envelope]) -> None:

@@ -184,13 +184,14 @@ class SQLiteStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         self._refuse_misuse()
-        if len(envelopes) == 1 and options is KEEP and (self._writer.is_alone or await self._writer.find_alone()):
+        plain = options is KEEP or options == KEEP
+        if plain and len(envelopes) == 1 and (self._writer.is_alone or await self._writer.find_alone()):
             lone = self._writer.write_lone(put_lone, envelopes[0])
             if lone is not None:
                 self._wake.ring()
                 return [lone]
         rows = rows_for(envelopes, lambda e: e.payload_inline)
-        if options == KEEP:
+        if plain:
             stored = await self._translate(self._writer.write_each(put, envelopes, rows=rows))
         else:
             stored = await self._write(lambda session: put(session, envelopes, options), rows=rows)

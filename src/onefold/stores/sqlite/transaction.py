@@ -13,7 +13,21 @@ from onefold import limits
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
 from onefold.step import Step
-from onefold.store import KEEP, Act, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked, Purged, PutOptions, State, Stored
+from onefold.store import (
+    KEEP,
+    Act,
+    Dead,
+    Done,
+    Fenced,
+    HandBack,
+    Lease,
+    Outcome,
+    Parked,
+    Purged,
+    PutOptions,
+    State,
+    Stored,
+)
 from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import BREAKING, translated
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind

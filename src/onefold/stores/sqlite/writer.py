@@ -43,7 +43,7 @@ _SPOILED_MICROS = 1_000_000
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
 #: Somebody who writes alone looks for company only after this many writes; all others wait meanwhile.
-_LONE_MAX = 8
+_LONE_MAX = 4
 
 
 class Writer:
@@ -103,11 +103,11 @@ class Writer:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else is known to write, so that ``write_lone`` may be tried."""
-        return self._lone > 0 and not (self._busy or self._waiting or self._turn is not None)
+        return self._lone > 0 and self._is_fast and not (self._busy or self._waiting or self._turn is not None)
 
     async def find_alone(self) -> bool:
         """Give everybody who can run now the chance to come, and say whether nobody did."""
-        if self._asking or not (self._threaded and self._is_fast) or self._busy or self._waiting or self._turn is not None:
+        if self._asking or self._waiting or not (self._threaded and self._is_fast):
             return False
         self._asking = True
         try:
@@ -123,7 +123,7 @@ class Writer:
         None, and nothing is written, when the operation answers None: then it is to be queued like any other.
         So is one that fails, because the queue knows what to do with whom.
         """
-        self._lone = self._lone - 1 if self._is_fast else 0
+        self._lone -= 1
         link = self._link
         link.patience.allowed = False
         try:
