@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import struct
 import time
 import types
 import weakref
@@ -66,6 +67,45 @@ def boot_id() -> str:
         return f"booted-{(time.time() - time.monotonic()) // 10:.0f}"
 
 
+#: Random bytes are fetched for this many numbers at once, because asking for each apart costs more than using it.
+_BLOCKS = 256
+
+
+class SystemChance(random.SystemRandom):
+    """Randomness from the operating system, fetched in blocks.
+
+    Unlike a seeded generator it does not repeat itself after a fork: the child throws away what was fetched before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refill()
+        _fetched.add(self)
+
+    def refill(self) -> None:
+        """Fetch anew, and throw away what is left."""
+        self._blocks = struct.iter_unpack("16s", os.urandom(16 * _BLOCKS))
+
+    def getrandbits(self, k: int, /) -> int:
+        """Return ``k`` random bits."""
+        if k > 128:
+            return super().getrandbits(k)
+        while True:
+            # Taking the next block is one step of the interpreter, so no two threads are given the same one.
+            for (block,) in self._blocks:
+                return int.from_bytes(block, "big") >> (128 - k)
+            self.refill()
+
+    def random(self) -> float:
+        """Return a number from 0 up to 1."""
+        return self.getrandbits(53) * 2**-53
+
+
+def system_random() -> random.Random:
+    """Return randomness from the operating system."""
+    return SystemChance()
+
+
 #: Randomness is fetched for this many ids at once, because asking for each apart costs more than using it.
 _IDS_AT_ONCE = 256
 
@@ -81,7 +121,7 @@ class Ids:
         self._chance = chance
         self._head = (-1, "")
         self._tails: list[str] = []
-        _all_ids.add(self)
+        _fetched.add(self)
 
     def make(self) -> str:
         """Return an id that no other message or signal has."""
@@ -95,32 +135,23 @@ class Ids:
                 # One step of the interpreter: whatever another thread does, it is given another one.
                 return head + self._tails.pop()
             except IndexError:
-                self._tails = _id_tails(self._chance, _IDS_AT_ONCE)
+                self.refill()
 
-    def forget(self) -> None:
-        """Throw away what was fetched."""
-        self._tails = []
-
-    def random(self) -> float:
-        """Return a number from 0 up to 1."""
-        return self.getrandbits(53) * 2**-53
+    def refill(self) -> None:
+        """Fetch anew, and throw away what is left."""
+        self._tails = _id_tails(self._chance, _IDS_AT_ONCE)
 
 
-_all_ids: weakref.WeakSet[Ids] = weakref.WeakSet()
+_fetched: weakref.WeakSet[SystemChance | Ids] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for ids in _all_ids:
-        ids.forget()
+def _refill_all() -> None:
+    for one in _fetched:
+        one.refill()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
-
-
-def system_random() -> random.Random:
-    """Return randomness from the operating system, which unlike a seeded generator does not repeat after a fork."""
-    return random.SystemRandom()
+    os.register_at_fork(after_in_child=_refill_all)
 
 
 def new_id(now: int, chance: random.Random) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 
-from onefold.clock import new_id, system_random
+from onefold.clock import Ids, SystemClock, system_random
+from onefold.testing.clock import FakeClock
 
 
 def test_numbers_have_the_bits_asked_for() -> None:
@@ -25,11 +27,11 @@ def test_fractions_are_spread_from_nought_up_to_one() -> None:
 
 
 def test_no_id_is_made_twice_by_threads() -> None:
-    chance = system_random()
+    ids = Ids(SystemClock(), system_random())
     made: list[list[str]] = [[] for _ in range(4)]
 
     def make(mine: list[str]) -> None:
-        mine.extend(new_id(0, chance) for _ in range(5_000))
+        mine.extend(ids.make() for _ in range(5_000))
 
     threads = [threading.Thread(target=make, args=(mine,)) for mine in made]
     for thread in threads:
@@ -39,15 +41,30 @@ def test_no_id_is_made_twice_by_threads() -> None:
     assert len({one for mine in made for one in mine}) == 20_000
 
 
+def test_ids_are_of_version_7_and_sort_by_the_millisecond_they_were_made_in() -> None:
+    clock = FakeClock()
+    ids = Ids(clock, system_random())
+    made = []
+    for _ in range(600):
+        made.append(uuid.UUID(ids.make()))
+        clock.advance(0.001)
+    assert {(one.version, one.variant) for one in made} == {(7, uuid.RFC_4122)}
+    assert made == sorted(made)
+
+
 def test_a_forked_child_does_not_repeat_its_parent() -> None:
     """Fault 41: what was fetched before a fork would be given out twice."""
     chance = system_random()
+    ids = Ids(FakeClock(), chance)
+    ids.make()
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writes, b"%d" % chance.getrandbits(64))
+        os.write(writes, f"{chance.getrandbits(64)} {ids.make()}".encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert int(os.read(reads, 100)) != chance.getrandbits(64)
+    number, id_ = os.read(reads, 100).decode().split()
+    assert int(number) != chance.getrandbits(64)
+    assert id_ != ids.make()
     os.close(reads)
     os.close(writes)
