@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
+from types import CodeType, TracebackType
 from typing import Any
 
 from onefold import limits
@@ -26,8 +27,8 @@ _APPOINTMENT = {429, 503}
 
 #: Places of stacks whose lines are kept; code that is made while it runs could have any number of them.
 _PLACES_MAX = 4_096
-#: By file, line and function; the lines are those of the code that runs, whatever became of its file since.
-_places: dict[tuple[str, int, str], str] = {}
+#: By code and instruction; the code is kept too, so that its id is not given to another.
+_places: dict[tuple[int, int], tuple[str, CodeType]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +106,23 @@ def _stack(error: BaseException) -> str:
     lines: list[str] = []
     trace = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        place = (code.co_filename, trace.tb_lineno, code.co_name)
-        lines.append(_places.get(place) or _describe(place, trace.tb_frame.f_globals))
+        # The line is not asked for: to find it, Python counts through the function from its beginning.
+        known = _places.get((id(trace.tb_frame.f_code), trace.tb_lasti))
+        lines.append(_describe(trace) if known is None else known[0])
         trace = trace.tb_next
     return "".join(lines)
 
 
-def _describe(place: tuple[str, int, str], module: dict[str, Any]) -> str:
+def _describe(trace: TracebackType) -> str:
     """Return the lines about one place of a stack, and keep them: what fails, fails in the same places."""
-    file, number, name = place
-    text = linecache.getline(file, number, module).strip()
-    lines = f'  File "{file}", line {number}, in {name}\n' + (f"    {text}\n" if text else "")
+    code = trace.tb_frame.f_code
+    text = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
+    lines = f'  File "{code.co_filename}", line {trace.tb_lineno}, in {code.co_name}\n'
+    if text:
+        lines += f"    {text}\n"
     if len(_places) >= _PLACES_MAX:
         _places.clear()
-    _places[place] = lines
+    _places[id(code), trace.tb_lasti] = lines, code
     return lines
 
 
