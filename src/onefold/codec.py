@@ -161,8 +161,7 @@ class Signature:
 
     def decode(self, data: bytes) -> dict[str, Any]:
         """Return the arguments; raises ``DecodeError`` naming the field when they do not fit the signature."""
-        values = self._read(data)
-        return {name: getattr(values, name) for name in self.names}
+        return msgspec.structs.asdict(self._read(data))
 
     def _read(self, data: bytes) -> Any:
         try:

@@ -81,8 +81,11 @@ async def _follow(workflow: Workflow[Any, Any], run: Run, stretch: Stretch) -> O
     token = current.set(run)
     try:
         arguments = workflow.signature.decode(stretch.lease.envelope.payload_inline or b"")
-        call, seconds = partial(workflow.function, run, **arguments), workflow.timeout_seconds
-        result = await (call() if seconds is None else in_time(call, seconds, workflow.name))
+        if workflow.timeout_seconds is None:
+            result = await workflow.function(run, **arguments)
+        else:
+            call = partial(workflow.function, run, **arguments)
+            result = await in_time(call, workflow.timeout_seconds, workflow.name)
         stretch.refuse()
         journal.end()
         done = workflow.signature.encode_result(result)

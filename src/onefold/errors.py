@@ -37,6 +37,7 @@ A driver's exception never crosses the store's seam: it is chained to one of the
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 
@@ -212,6 +213,6 @@ class Reject(Exception):  # noqa: N818 - an instruction, not an error
 def seconds(duration: timedelta | float) -> float:
     """Turn a duration as users write it into seconds; negative ones are refused."""
     value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
-    if not 0 <= value < float("inf"):
+    if not 0 <= value < math.inf:
         raise ConfigurationError(f"a duration must be finite and not negative, not {duration!r}")
     return value

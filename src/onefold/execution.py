@@ -139,7 +139,8 @@ class Execution:
 
     async def _drive(self, workflow: Workflow[Any, Any], hold: Hold, refusal: Failure | None) -> Outcome:
         try:
-            return self.announce(hold.lease, await drive(workflow, hold, self._tools, refusal))
+            outcome = await drive(workflow, hold, self._tools, refusal)
+            return self.announce(hold.lease, outcome) if isinstance(outcome, Dead) else outcome
         except BaseException as error:
             await raise_if_stopped((hold,), error)
             return self._decide(workflow, hold.lease, error)
