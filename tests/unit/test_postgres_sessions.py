@@ -380,7 +380,7 @@ def test_a_batch_of_successes_is_one_statement(postgres_url: str) -> None:
             assert _ours(seen) == [SQL["settle_done"]] * 2
             seen.clear()
             await store.put([envelope("one")])
-            assert _ours(seen) == [SQL["put_one"]] * 2
+            assert _ours(seen) == [SQL["put_plain"]] * 2
 
     run(scenario)
 

@@ -51,8 +51,12 @@ async def store_fresh(wire: Speaker, now: int | None, envelopes: Sequence[Envelo
     """
     if len(envelopes) == 1:
         (e,) = envelopes
-        stored = await wire.rows("put_one", _one(e, now, keyed and e.keyed))
-        return {e.id} if keyed and e.keyed and not stored else set()
+        by_key = keyed and e.keyed
+        is_plain = by_key and not (e.delay or e.due_at or e.pinned or is_special(e))
+        stored = await (
+            wire.rows("put_plain", _plain(e, now)) if is_plain else wire.rows("put_one", _one(e, now, by_key))
+        )
+        return {e.id} if by_key and not stored else set()
     if len(envelopes) <= CHUNK:
         return await _store_chunk(wire, now, envelopes, keyed)
     return await _store_in_turn(wire, now, envelopes, keyed)
@@ -133,11 +137,10 @@ def is_special(e: Envelope) -> bool:
     return e.gate is not None or e.ordering_key is not None or e.priority != 0
 
 
-def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
+def _plain(e: Envelope, now: int | None) -> dict[str, Any]:
     return {
         "now": now,
         "id": e.id,
-        "keyed": keyed,
         "type": e.message_type,
         "version": e.schema_version,
         "queue": e.queue,
@@ -149,6 +152,13 @@ def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
         "payload": e.payload_inline,
         "headers": pack_headers(e),
         "fingerprint": e.fingerprint,
+    }
+
+
+def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
+    return {
+        **_plain(e, now),
+        "keyed": keyed,
         "delay": e.delay,
         "due": e.due_at,
         "claimed_as": e.claimed_as,

@@ -81,8 +81,32 @@ FROM (
 ) dated
 WHERE (id IN (SELECT id FROM stored)) IS TRUE
 
+-- name: put_plain
+-- The same for a single message as most are, with a key and due at once: there is little for the server to set up.
+WITH won AS (
+    INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
+    VALUES (%(type)s::text, %(key)s::text, 0, %(id)s::uuid, %(fingerprint)s::bytea, %(version)s::int)
+    ON CONFLICT DO NOTHING
+    RETURNING message_id
+),
+stored AS (
+    INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    SELECT message_id, %(type)s::text, %(version)s::int, %(queue)s::text, %(key)s::text, %(correlation)s::text,
+        %(causation)s::text, %(subject)s::text, coalesce(%(now)s::bigint, onefold.clock()), %(retention)s::bigint,
+        %(payload)s::bytea, %(headers)s::bytea
+    FROM won
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id, created_at
+)
+INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes, replay_count)
+SELECT id, %(queue)s::text, %(type)s::text, 0, created_at,
+    CASE %(retention)s::bigint WHEN 0 THEN 0 ELSE created_at + %(retention)s::bigint END, 1, 0, 0, 0
+FROM stored
+RETURNING 1
+
 -- name: put_one
--- The same for a single message, which most are: without arrays to unpack and hashes to build.
+-- The same for any single message: without arrays to unpack and hashes to build.
 WITH won AS (
     INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
     SELECT %(type)s::text, %(key)s::text, 0, %(id)s::uuid, %(fingerprint)s::bytea, %(version)s::int
