@@ -194,6 +194,9 @@ class Execution:
         except BaseException as error:
             undone = batch.needs_transaction
             await self._undo(batch, error, holds)
+            if undone and all(isinstance(item.verdict, bytes) for item in items):
+                # Nobody else is to blame; were they all handed back, it would go on like this for ever.
+                return [(item.lease, self._decide(task, item.lease, error)) for item in items]
             return [(item.lease, self._judge(task, item, error, undone=undone)) for item in items]
         finally:
             current.reset(token)

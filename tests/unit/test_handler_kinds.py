@@ -1112,6 +1112,40 @@ def test_when_a_batch_handler_raises_only_those_without_a_verdict_have_failed(be
     bench.run(scenario)
 
 
+@pytest.mark.parametrize(("trouble", "attempts"), [("raises", 3), ("sends what clashes", 1)])
+def test_a_batch_that_was_done_and_then_failed_is_tried_as_often_as_any_message(
+    bench: Bench, trouble: str, attempts: int
+) -> None:
+    """C4: handed back without having failed, it would be tried for ever."""
+    runs = 0
+
+    @bench.app.task(key="{number}")
+    async def other(number: int) -> None: ...
+
+    @bench.app.task(batch=5, retry=RetryPolicy(max_attempts=3, jitter=False))
+    async def index(batch: Batch[int]) -> None:
+        nonlocal runs
+        runs += 1
+        await bench.insert(batch, "undone")
+        for item in batch:
+            item.done()
+        if trouble == "raises":
+            raise ValueError("no")
+        batch.send(other.options(key="taken"), 2)
+
+    async def scenario() -> None:
+        await other.options(key="taken").send(1)
+        receipt = await index.send(1)
+        for _ in range(4):
+            await bench.app.work(until_idle=True, concurrency=1)
+            bench.clock.advance(60)
+        record = await bench.record(receipt)
+        assert (runs, record.state, record.attempt) == (attempts, State.DEAD, attempts)
+        assert await bench.effects() == []
+
+    bench.run(scenario)
+
+
 def test_a_message_gets_its_last_attempt_alone(sqlite_bench: Bench) -> None:
     """C17: a poisoned neighbour cannot make dead letters of the others."""
     bench, alone = sqlite_bench, list[int]()
