@@ -12,7 +12,6 @@ import hashlib
 import os
 import socket
 import tempfile
-from pathlib import Path
 
 #: Other processes are woken at most this often: whoever commits faster than that need not tell them each time.
 _RING_SECONDS = 0.001
@@ -23,7 +22,7 @@ class Wake:
 
     def __init__(self, path: str, *, between_processes: bool) -> None:
         digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24]
-        self._directory = Path(tempfile.gettempdir()) / f"onefold-wake-{digest}"
+        self._directory = os.path.join(tempfile.gettempdir(), f"onefold-wake-{digest}")
         self._between_processes = between_processes and hasattr(socket, "AF_UNIX")
         self._rung = asyncio.Event()
         self._listening: socket.socket | None = None
@@ -62,8 +61,9 @@ class Wake:
 
     def _listen(self) -> None:
         try:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            self._name = str(self._directory / f"{os.getpid()}-{id(self):x}")
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._directory, mode=0o700)
+            self._name = os.path.join(self._directory, f"{os.getpid()}-{id(self):x}")
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._listening.setblocking(False)
             self._listening.bind(self._name)
@@ -81,7 +81,7 @@ class Wake:
 
     def _ring_others(self) -> None:
         try:
-            as_of = self._directory.stat().st_mtime_ns
+            as_of = os.stat(self._directory).st_mtime_ns
         except OSError:
             return  # nobody has ever waited on this file
         if as_of != self._bells_as_of:
@@ -119,7 +119,7 @@ class Wake:
             self._listening = None
             with contextlib.suppress(OSError):
                 os.unlink(self._name)
-                self._directory.rmdir()  # refused while others still listen there
+                os.rmdir(self._directory)  # refused while others still listen there
         if self._sending is not None:
             self._sending.close()
             self._sending = None
