@@ -134,7 +134,7 @@ class Signature:
             pass
         # Some argument is missing, unknown or given twice; Python itself says it best.
         self._python.bind(*args, **kwargs)
-        raise AssertionError(f"{args} and {kwargs} fit the signature, but not its record")
+        raise AssertionError("these arguments fit the signature, but not its record")
 
     def encode(self, arguments: Any) -> tuple[bytes, bytes]:
         """Return bound arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
