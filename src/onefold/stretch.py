@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -203,6 +203,9 @@ class Stretch:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for _, awaitable in given:
+                if isinstance(awaitable, Coroutine):
+                    awaitable.close()  # one that never began is nothing to warn of
             raise
         if any(isinstance(task.exception(), Parking) for task in tasks):
             raise Parking

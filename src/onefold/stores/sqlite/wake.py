@@ -15,6 +15,8 @@ import tempfile
 
 #: Other processes are woken at most this often: whoever commits faster than that need not tell them each time.
 _RING_SECONDS = 0.001
+#: While nobody listens, whoever commits looks for listeners only this often.
+_LOOK_SECONDS = 0.005
 
 
 class Wake:
@@ -50,8 +52,8 @@ class Wake:
         if self._pause is not None:
             self._rung_meanwhile = True
             return
-        self._ring_others()
-        self._pause = asyncio.get_running_loop().call_later(_RING_SECONDS, self._end_pause)
+        pause = _RING_SECONDS if self._ring_others() else _LOOK_SECONDS
+        self._pause = asyncio.get_running_loop().call_later(pause, self._end_pause)
 
     def _end_pause(self) -> None:
         self._pause = None
@@ -79,20 +81,21 @@ class Wake:
                 self._listening.recv(64)
                 self._rung.set()
 
-    def _ring_others(self) -> None:
+    def _ring_others(self) -> bool:
+        """Ring at every other process that listens, and say whether there is one."""
         try:
             as_of = os.stat(self._directory).st_mtime_ns
         except OSError:
-            return  # nobody has ever waited on this file
+            return False  # nobody waits on this file
         if as_of != self._bells_as_of:
-            self._bells = [entry.path for entry in os.scandir(self._directory)]
+            self._bells = [entry.path for entry in os.scandir(self._directory) if entry.path != self._name]
             self._bells_as_of = as_of
         if self._sending is None:
             self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._sending.setblocking(False)
         for bell in self._bells:
-            if bell != self._name:
-                self._send(self._sending, bell)
+            self._send(self._sending, bell)
+        return bool(self._bells)
 
     def _send(self, sending: socket.socket, bell: str) -> None:
         try:
