@@ -351,6 +351,19 @@ def test_a_small_write_is_made_on_the_event_loop_while_commits_are_fast(play: Pl
     play(scenario)
 
 
+def test_the_slower_the_disk_the_sooner_the_others_have_their_turn(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        writer = made.sqlite._writer
+        allowed = []
+        for micros in (0, 300, 1_500, 2_000):
+            writer._link.commit_micros = micros
+            assert await writer.find_alone()
+            allowed.append(writer._lone)
+        assert allowed == [8, 6, 1, 1]
+
+    play(scenario)
+
+
 def test_puts_at_once_share_a_commit_also_after_somebody_wrote_alone(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         for number in range(9):
@@ -358,7 +371,7 @@ def test_puts_at_once_share_a_commit_also_after_somebody_wrote_alone(play: Play)
         made.tracer.clear()
         await asyncio.gather(*(made.put(f"key {number}") for number in range(100)))
         # The first few may still take themselves for alone.
-        assert made.tracer.commits <= 5
+        assert made.tracer.commits <= 9
 
     play(scenario)
 
@@ -421,7 +434,7 @@ def test_somebody_who_only_writes_lets_the_others_have_their_turn(play: Play) ->
         for _ in range(100):
             await made.put()
         ticking.cancel()
-        assert ticks >= 25
+        assert ticks >= 12
         assert made.tracer.here
 
     play(scenario)

@@ -42,8 +42,9 @@ _SHORT_TURN_MICROS = 5_000
 _SPOILED_MICROS = 1_000_000
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
-#: Somebody who writes alone looks for company only after this many writes; all others wait meanwhile.
-_LONE_MAX = 4
+#: Somebody who writes alone looks for company after so many writes and about so long: all others wait meanwhile.
+_LONE_MAX = 8
+_LONE_MICROS = 2_000
 
 
 class Writer:
@@ -114,7 +115,7 @@ class Writer:
             await give_way()
         finally:
             self._asking = False
-        self._lone = _LONE_MAX
+        self._lone = max(1, min(_LONE_MAX, _LONE_MICROS // max(1, self._link.commit_micros)))
         return self.is_alone
 
     def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
