@@ -149,22 +149,21 @@ class Journal:
 
     def name(self, branch: str, what: str) -> str:
         """Name the next step of this kind that the code asks for in this branch."""
-        what = branch + what
-        number = self._ordinals[what] = self._ordinals.get(what, 0) + 1
-        name = f"{what}#{number}"
+        name = f"{branch}{what}#{self.ordinal(branch + what)}"
         if len(name) > limits.STEP_NAME_BYTES_MAX:
             raise LimitError(
                 "step", f"{name!r} has {len(name)} bytes; at most {limits.STEP_NAME_BYTES_MAX} are allowed: nest less"
             )
         self.asked += 1
         if self.asked >= _STEPS_WARNED:
-            self._warn_of_steps()
+            self._limit_steps()
         if unasked := self._unasked.get(branch):
             unasked.pop(name, None)
         self._last[branch] = name
         return name
 
-    def _warn_of_steps(self) -> None:
+    def _limit_steps(self) -> None:
+        """Warn of a run that has almost as many steps as it may, and end one that has more."""
         if self.asked > limits.STEPS_MAX:
             raise LimitError("steps", f"more than {limits.STEPS_MAX} in one run; give parts of the work to children")
         if self.asked == _STEPS_WARNED:

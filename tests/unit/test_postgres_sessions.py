@@ -385,6 +385,41 @@ def test_a_batch_of_successes_is_one_statement(postgres_url: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("state", "lease_until", "worker", "target", "fits"),
+    [
+        (0, None, None, None, True),
+        (0, None, None, 1, True),
+        (1, 1, "w", None, True),
+        (0, 1, "w", None, False),
+        (0, 1, None, None, False),
+        (0, None, "w", 1, False),
+        (1, None, None, None, False),
+        (1, 1, None, None, False),
+        (1, None, "w", None, False),
+        (1, 1, "w", 1, False),
+        (2, 1, "w", None, False),
+        (-1, None, None, 1, False),
+    ],
+)
+def test_a_delivery_that_makes_no_sense_is_refused_by_the_server(
+    postgres_url: str, state: int, lease_until: int | None, worker: str | None, target: int | None, fits: bool
+) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await store.put([envelope("one")])
+        statement = "UPDATE onefold.delivery SET state = %s, lease_until = %s, worker = %s, wake_target = %s"
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            try:
+                connection.execute(statement, (state, lease_until, worker, target))
+            except errors.CheckViolation:
+                assert not fits
+            else:
+                assert fits
+
+    run(scenario)
+
+
 def test_a_batch_key_covers_the_whole_batch(postgres_url: str) -> None:
     async def scenario() -> None:
         async with opened(postgres_url) as one, opened(postgres_url) as other:

@@ -31,7 +31,9 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     # Every envelope has its number, also one that will turn out to be there already: numbers are plenty.
     numbered = list(enumerate(envelopes, last + 1))
     keyed = [_key_row(seq, e) for seq, e in numbered if e.keyed and e.deduplication_key is None]
-    contested = session.changes("put_key", keyed) != len(keyed) or any(e.deduplication_key for e in envelopes)
+    contested = session.changes("put_key", keyed) != len(keyed) or any(
+        e.deduplication_key is not None for e in envelopes
+    )
     if not contested:
         fresh, answers = numbered, [Stored(e.id, _SCHEDULED) for e in envelopes]
     else:
@@ -53,7 +55,7 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
             execute(_LONE_KEY, (e.message_type, e.idempotency_key, e.fingerprint, e.schema_version))
     except apsw.ConstraintError:
         return None
-    execute(_LONE_DELIVERY, _delivery_row(0, e, now)[1:])
+    execute(_LONE_DELIVERY, _delivery(e, now))
     return Stored(e.id, _SCHEDULED)
 
 
@@ -85,7 +87,7 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int, last:
         session.run("put_deliveries", last)
         return known
     plain = [(seq, e) for seq, e in fresh if not _is_gated(e)]
-    session.each("put_delivery", [_delivery_row(seq, e, now) for seq, e in plain])
+    session.each("put_delivery", [(seq, *_delivery(e, now)) for seq, e in plain])
     if len(plain) < len(fresh):
         session.each("put_gated", [_gated_row(seq, e, now) for seq, e in special if _is_gated(e)])
     return known
@@ -96,14 +98,15 @@ def _is_gated(e: Envelope) -> bool:
     return e.gate is not None or e.ordering_key is not None or e.priority > 0
 
 
-def _delivery_row(seq: int, e: Envelope, now: int) -> Row:
+def _delivery(e: Envelope, now: int) -> Row:
+    """Return what a delivery says beside its number."""
     due_at = e.due_at or now + e.delay
-    return (seq, e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
+    return (e.queue, e.claimed_as, due_at, due_at + e.retention if e.retention else 0)
 
 
 def _gated_row(seq: int, e: Envelope, now: int) -> Row:
     place = None if e.ordering_key is None else FIRST_PLACE + seq if e.sequence is None else e.sequence
-    return (*_delivery_row(seq, e, now), e.priority, e.gated_by, place)
+    return (seq, *_delivery(e, now), e.priority, e.gated_by, place)
 
 
 def _settle_contest(

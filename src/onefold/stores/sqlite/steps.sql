@@ -69,7 +69,7 @@ WHERE m.id = ? AND m.headers IS NOT NULL
 SELECT name, kind, value, fingerprint, at, seq FROM onefold_step WHERE message_id = ? ORDER BY seq
 
 -- name: claim_journals
--- Those of several messages, each by its place among them.
+-- Those of several messages, each by its place among them, and in the order of these, which a CROSS JOIN keeps.
 SELECT given.key, s.name, s.kind, CASE WHEN length(s.value) <= ?2 THEN s.value END, s.fingerprint, s.at, s.seq
 FROM json_each(?1) given
 CROSS JOIN onefold_step s ON s.message_id = given.value
