@@ -40,6 +40,8 @@ def _seed_that_finds(*kinds: str, runs: bool = False) -> int:
     with Simulation(runs=runs) as simulation:
         for seed in range(SEEDS_MAX):
             result = simulation.run(seed)
+            broken = [violation for violation in result.report.violations if "the process ended" in violation.problem]
+            assert not broken, f"the mutant does not work: {broken[0]}"
             found = [violation for violation in result.report.violations if violation.kind in kinds]
             if found:
                 print(f"seed {seed}: {found[0]}")
@@ -84,7 +86,7 @@ def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
         if not session.changes("put_key", [row]):
             session.run("take_key", *row)
         session.run("put_message", seq, *message_row(e, now))
-        session.run("put_delivery", *sqlite_putting._delivery_row(seq, e, now))
+        session.run("put_delivery", seq, *sqlite_putting._delivery(e, now))
         return Stored(e.id, State.SCHEDULED)
 
     async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onefold import App, ConfigurationError
-from onefold.cli.fleet import lasting
+from onefold.cli.words import lasting
 from onefold.clock import SystemClock
 from onefold.crew import SupervisorSettings
 from onefold.fleet import WorkerSettings, describe, worker_name
