@@ -23,22 +23,18 @@ STATEMENTS = {
     **load_statements("onefold.stores.sqlite", "gates.sql"),
 }
 #: What goes through a whole table or index on purpose, and through which: never one that grows with what is kept.
+#: The table of the sequence has one row.
 WHOLE = {
     "find_leased": {"d USING INDEX onefold_delivery_lease"},
     "find_crashed": {"d USING INDEX onefold_delivery_crashed"},
     "count_alive": {"onefold_delivery"},
     "count_dead": {"o USING COVERING INDEX onefold_outcome_letter"},
     "purge_register": {"onefold_register"},
-    "put_last": {"onefold_sequence"},
-    "put_lone_message": {"onefold_sequence"},
-    "purge_sequence": {"onefold_sequence"},
-    "gate_next": {"onefold_sequence"},
     # Once after a restart of the machine or a restore from backup.
     "expire_all": {"onefold_delivery USING INDEX onefold_delivery_lease"},
     "restored_leases": {"onefold_delivery USING COVERING INDEX onefold_delivery_lease"},
     "restored_deliveries": {"onefold_delivery"},
     "restored_outcomes": {"onefold_outcome"},
-    "restored_sequence": {"onefold_sequence"},
 }
 
 
@@ -85,7 +81,11 @@ def test_nothing_reads_a_whole_table_that_grows_with_what_is_kept(connection: ap
     """S10: a claim costs the same whether nothing or five million ended messages are kept."""
     for name, statement in STATEMENTS.items():
         scanned = {line.removeprefix("SCAN ") for line in plan(connection, statement) if line.startswith("SCAN ")}
-        ours = {line for line in scanned if not re.search(r"json_each|VIRTUAL TABLE|CONSTANT ROW|^d$|^walk$", line)}
+        ours = {
+            line
+            for line in scanned
+            if not re.search(r"json_each|VIRTUAL TABLE|CONSTANT ROW|subquery|onefold_sequence|^d$|^walk$", line)
+        }
         assert ours <= WHOLE.get(name, set()), (name, plan(connection, statement))
 
 

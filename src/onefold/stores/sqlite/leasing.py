@@ -9,6 +9,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.store import Fenced, Lane, Lease
 from onefold.stores.rows import envelope_of
+from onefold.stores.sqlite.delivering import deliver
 from onefold.stores.sqlite.gates import Asked, Budget, Gates, Pick, in_turn, merged
 from onefold.stores.sqlite.session import Row, Session, as_json
 from onefold.stores.sqlite.steps import Steps
@@ -35,6 +36,7 @@ class RowLease(Lease, frozen=True, gc=False):
 def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
+    deliver(session)
     session.run("claim_expired", steady)
     budget = Budget(session, asked, now)
     leases: list[RowLease] = []

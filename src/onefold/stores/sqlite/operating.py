@@ -8,6 +8,7 @@ from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.step import Step
 from onefold.store import Act, Fenced, Purged, Registered, State
+from onefold.stores.sqlite.delivering import deliver
 from onefold.stores.sqlite.gates import LINE_RETENTION, next_place
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.session import Session
@@ -23,6 +24,7 @@ def move(session: Session, ids: Iterable[str], to: State, act: Act) -> list[str]
     """Redrive or resume, discard, cancel; returns the ids for which that was legal."""
     if to not in _MOVABLE:
         raise ValueError(f"no operator may move a message to {to.name}")
+    deliver(session)
     now, moved = session.clock.now(), list[str]()
     for id_ in ids:
         if (name := _move_one(session, id_, to, now)) is not None:
@@ -59,6 +61,7 @@ def record(session: Session, owner: Fenced | str, steps: Sequence[Step], act: Ac
     """Record in a journal for a lease, for somebody else or for a person; None when the lease is lost."""
     if not isinstance(owner, str):
         return record_by_owners(session, [(owner, steps)])[0]
+    deliver(session)
     now, journal = session.clock.now(), Steps(session.connection)
     if act is None:
         check_outside(steps)
@@ -134,6 +137,7 @@ def purge(session: Session, limit: int) -> Purged:
 
 def restored(session: Session) -> int:
     """Shut out everybody who holds something from before a restore; return how many leases ended."""
+    deliver(session)
     leases: int = session.rows("restored_leases")[0][0]
     session.run("restored_deliveries", limits.FENCE_LEAP)
     session.run("restored_outcomes", limits.FENCE_LEAP)

@@ -15,11 +15,12 @@ from onefold.stores import keys
 from onefold.stores.gating import FIRST_PLACE
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.rows import message_row
+from onefold.stores.sqlite.delivering import ARRIVALS_MAX, arrive
 from onefold.stores.sqlite.operating import move
 from onefold.stores.sqlite.session import SQL, Row, Session, as_json
 
 _SCHEDULED = State.SCHEDULED
-_LONE_MESSAGE, _LONE_KEY, _LONE_DELIVERY = SQL["put_lone_message"], SQL["put_lone_key"], SQL["put_lone_delivery"]
+_PUT_LONE = SQL["put_lone"]
 
 
 def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
@@ -38,24 +39,27 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
         fresh, answers = numbered, [Stored(e.id, _SCHEDULED) for e in envelopes]
     else:
         fresh, answers = _settle_contest(session, numbered, keyed, options)
-    known = _insert(session, fresh, now, last)
+    known = _insert(session, fresh, now)
     if not known:
         return answers
     return [Stored(a.id, known[a.id]) if a.id in known and not a.duplicate else a for a in answers]
 
 
 def put_lone(session: Session, e: Envelope) -> Stored | None:
-    """Store one plain message, as most are; None, and nothing stays written, if it is more or its key is taken."""
-    if e.deduplication_key is not None or _is_gated(e):
+    """Store one message by one statement, outside of any transaction; durable then.
+
+    None, and nothing is written, if it takes more than that: its key is taken, it is not due at once or waits at a
+    gate, or too many messages have not been delivered.
+    """
+    special = e.deduplication_key is not None or _is_timed(e) or _is_gated(e)
+    if special or session.arrivals >= ARRIVALS_MAX:
         return None
-    now, execute = session.clock.now(), session.connection.execute
+    row = (*message_row(e, session.clock.now()), e.fingerprint if e.keyed else None)
     try:
-        execute(_LONE_MESSAGE, message_row(e, now))
-        if e.keyed:
-            execute(_LONE_KEY, (e.message_type, e.idempotency_key, e.fingerprint, e.schema_version))
+        session.connection.execute(_PUT_LONE, row)
     except apsw.ConstraintError:
         return None
-    execute(_LONE_DELIVERY, _delivery(e, now))
+    session.arrivals += 1
     return Stored(e.id, _SCHEDULED)
 
 
@@ -70,27 +74,25 @@ def _key_row(seq: int, e: Envelope) -> Row:
     return (e.message_type, e.idempotency_key, keys.IDEMPOTENCY, seq, e.fingerprint, e.schema_version, None)
 
 
-def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int, last: int) -> dict[str, State]:
-    """Write messages and their deliveries; return where those stand that were there already.
-
-    Their numbers are above ``last``, and nobody else's are.
-    """
+def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> dict[str, State]:
+    """Write messages, and what deliveries of them cannot wait; return where those stand that were there already."""
     rows = [(seq, *message_row(e, now)) for seq, e in fresh]
     known: dict[str, State] = {}
     if session.changes("put_message", rows) != len(rows):
         # The answer to an earlier put was lost, and it is asked again: what is there must not begin anew.
         stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
         fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
-        known = {id_: State(state) for id_, (_, state) in stand.items() if state is not None}
-    special = [(seq, e) for seq, e in fresh if e.delay or e.due_at or e.pinned or _is_gated(e)]
-    if not special:
-        session.run("put_deliveries", last)
-        return known
-    plain = [(seq, e) for seq, e in fresh if not _is_gated(e)]
-    session.each("put_delivery", [(seq, *_delivery(e, now)) for seq, e in plain])
-    if len(plain) < len(fresh):
+        known = {id_: State(state) for id_, (_, state) in stand.items()}
+    if special := [(seq, e) for seq, e in fresh if _is_timed(e) or _is_gated(e)]:
+        session.each("put_delivery", [(seq, *_delivery(e, now)) for seq, e in special if not _is_gated(e)])
         session.each("put_gated", [_gated_row(seq, e, now) for seq, e in special if _is_gated(e)])
+    arrive(session, len(fresh))
     return known
+
+
+def _is_timed(e: Envelope) -> bool:
+    """Whether it is not simply due when it comes, for any worker that knows its type."""
+    return bool(e.delay or e.due_at) or e.pinned
 
 
 def _is_gated(e: Envelope) -> bool:

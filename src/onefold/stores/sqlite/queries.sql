@@ -21,24 +21,15 @@ INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idemp
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
 
--- name: put_lone_message
--- A message that is put alone gets its number here, and its key and its delivery take it over; two of one id or of
--- one key are an error here, after which the message is put with more care.
-INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idempotency_key, correlation_id,
-    causation_id, subject, created_at, retention, payload, headers)
-VALUES (max((SELECT coalesce(max(seq), 0) FROM onefold_message), (SELECT last FROM onefold_sequence)) + 1,
-    ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-
--- name: put_lone_key
-INSERT INTO onefold_key (scope, key, kind, seq, fingerprint, schema_version) VALUES (?, ?, 0, last_insert_rowid(), ?, ?)
-
--- name: put_lone_delivery
-INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-    replay_count)
-VALUES (last_insert_rowid(), ?, ?, 0, ?, ?, 1, 0, 0, 0)
+-- name: put_lone
+-- Two of one id or of one key are an error here, after which the message is put with more care.
+INSERT INTO onefold_arrival (id, message_type, schema_version, queue, idempotency_key, correlation_id, causation_id,
+    subject, created_at, retention, payload, headers, fingerprint)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 
 -- name: put_known
-SELECT m.id, m.seq, coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+-- A message that has neither a delivery nor an outcome has just come, here and below: it waits.
+SELECT m.id, m.seq, coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0)
 FROM json_each(?) given
 CROSS JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
@@ -49,22 +40,28 @@ INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_a
     replay_count)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0)
 
--- name: put_deliveries
--- Messages that were just written and are due at once, all of them.
-INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
-    replay_count)
-SELECT seq, queue, message_type, 0, created_at, CASE WHEN retention > 0 THEN created_at + retention ELSE 0 END,
-    1, 0, 0, 0
-FROM onefold_message WHERE seq > ?
-
 -- name: put_gated
 INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
     replay_count, priority, gate, place)
 VALUES (?, ?, ?, 0, ?, ?, 1, 0, 0, 0, ?, ?, ?)
 
+-- name: deliver_missing
+SELECT (SELECT coalesce(max(seq), 0) FROM onefold_message) > delivered FROM onefold_sequence
+
+-- name: deliver
+-- Those that could not wait have theirs, and stay as they are.
+INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+    replay_count)
+SELECT seq, queue, message_type, 0, created_at, iif(retention > 0, created_at + retention, 0), 1, 0, 0, 0
+FROM onefold_message WHERE seq > (SELECT delivered FROM onefold_sequence)
+ON CONFLICT DO NOTHING
+
+-- name: deliver_mark
+UPDATE onefold_sequence SET delivered = (SELECT max(seq) FROM onefold_message)
+
 -- name: key_holder
 SELECT k.seq, m.id, k.fingerprint, k.schema_version, k.expires_at,
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state), o.kept_until
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0), o.kept_until
 FROM onefold_key k
 LEFT JOIN onefold_message m ON m.seq = k.seq
 LEFT JOIN onefold_delivery d ON d.seq = k.seq
@@ -97,6 +94,11 @@ SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <=
         WHERE queue IN (SELECT value FROM json_each(?2)) AND state = 0 AND gate IS NULL AND priority > 0
             AND priority IN (1, 2, 3, 4, 5, 6, 7, 8, 9)
             AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
+    OR EXISTS (
+        SELECT 1 FROM onefold_message m
+        WHERE m.seq > (SELECT delivered FROM onefold_sequence) AND m.queue IN (SELECT value FROM json_each(?2))
+            AND m.message_type IN (SELECT value FROM json_each(?4))
+            AND NOT EXISTS (SELECT 1 FROM onefold_delivery d WHERE d.seq = m.seq))
 
 -- name: claim_possible_crashed
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
@@ -302,9 +304,11 @@ WHERE (kind, name) IN (SELECT kind, name FROM onefold_register WHERE expires_at 
 -- A message that was parked because of a failure shows it: it is the attempt with the fence it was parked under.
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
-    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    coalesce(d.due_at, iif(o.seq, 0, m.created_at)),
+    coalesce(d.expires_at, iif(o.seq OR m.retention = 0, 0, m.created_at + m.retention)),
+    coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
+    coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
     d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?2 THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
@@ -312,7 +316,6 @@ FROM json_each(?1) given
 JOIN onefold_message m ON m.id = given.value
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
-WHERE coalesce(d.state, o.state) IS NOT NULL
 ORDER BY m.id
 
 -- name: find_dead
@@ -354,9 +357,11 @@ ORDER BY m.id LIMIT ?6
 -- The first message of a chain has its own id as its correlation id, all others stand in the index.
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
-    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    coalesce(d.due_at, iif(o.seq, 0, m.created_at)),
+    coalesce(d.expires_at, iif(o.seq OR m.retention = 0, 0, m.created_at + m.retention)),
+    coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
+    coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
     d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure,
     coalesce((SELECT k.suppressed FROM onefold_key k
         WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.seq = m.seq), 0)
@@ -370,16 +375,18 @@ CROSS JOIN onefold_message m ON m.seq = found.seq
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
 WHERE m.id > ?1 AND m.correlation_id = ?4 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
-    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0)
         IN (SELECT value FROM json_each(?6))
 ORDER BY m.id LIMIT ?5
 
 -- name: find_any
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
-    coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
-    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
+    coalesce(d.due_at, iif(o.seq, 0, m.created_at)),
+    coalesce(d.expires_at, iif(o.seq OR m.retention = 0, 0, m.created_at + m.retention)),
+    coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
+    coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
+    coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
     d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
@@ -388,7 +395,7 @@ LEFT JOIN onefold_delivery d ON d.seq = m.seq
 LEFT JOIN onefold_outcome o ON o.seq = m.seq
 WHERE m.id > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
     AND (?4 IS NULL OR m.correlation_id = ?4)
-    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+    AND coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0)
         IN (SELECT value FROM json_each(?6))
 ORDER BY m.id LIMIT ?5
 
@@ -398,8 +405,14 @@ FROM onefold_message m JOIN onefold_attempt a ON a.seq = m.seq
 WHERE m.id = ? ORDER BY a.fence
 
 -- name: count_alive
-SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*)
-FROM onefold_delivery GROUP BY queue, shown
+SELECT queue, shown, sum(number) FROM (
+    SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*) AS number
+    FROM onefold_delivery GROUP BY queue, shown
+    UNION ALL
+    SELECT queue, 0, 1 FROM onefold_message m
+    WHERE seq > (SELECT delivered FROM onefold_sequence)
+        AND NOT EXISTS (SELECT 1 FROM onefold_delivery d WHERE d.seq = m.seq)
+) GROUP BY queue, shown
 
 -- name: count_dead
 SELECT m.queue, count(*), min(o.ended_at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import apsw
 
 from onefold.errors import SchemaError
-from onefold.stores.sql import Migration, load_migrations, split_script
+from onefold.stores.sql import Migration, load_migrations
 
 MIGRATIONS = load_migrations("onefold.stores.sqlite")
 
@@ -48,6 +48,5 @@ def migrate(connection: apsw.Connection, now: int) -> list[str]:
             "INSERT INTO onefold_migration VALUES (?, ?, ?, ?)",
             (migration.number, migration.name, migration.checksum, now),
         )
-        for statement in split_script(migration.text):
-            connection.execute(statement)
+        connection.execute(migration.text)
     return [migration.name for migration in todo]

@@ -42,11 +42,13 @@ def rows_for(items: Sequence[Item], body: Callable[[Item], bytes | None]) -> int
 class Session:
     """One connection and the clock that dates what is written through it."""
 
-    __slots__ = ("clock", "connection")
+    __slots__ = ("arrivals", "clock", "connection")
 
     def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
         self.connection = connection
         self.clock = clock
+        #: How many messages have been put through it since deliveries were last written: a guess that is never too low.
+        self.arrivals = 0
 
     def rows(self, name: str, *parameters: Any) -> list[Row]:
         """Run a named statement and return its rows."""

@@ -8,6 +8,7 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import LeaseLostError
 from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, State
 from onefold.stores.rows import encode_failure
+from onefold.stores.sqlite.delivering import deliver
 from onefold.stores.sqlite.gates import next_place, pass_on
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.putting import put_sends
@@ -88,6 +89,7 @@ def _tell_others(session: Session, held: Sequence[_Held], now: int) -> None:
     if sends := [e for _, _, o in held if isinstance(o, Done | Dead | Parked) for e in o.sends]:
         put_sends(session, sends)
     if notes := notes_of((lease, o) for _, lease, o in held):
+        deliver(session)
         Steps(session.connection).tell(notes, now)
 
 

@@ -119,7 +119,7 @@ class Writer:
         return self.is_alone
 
     def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
-        """Run an operation and commit, here and now, for somebody who is alone; durable then.
+        """Run an operation that commits by itself, here and now, for somebody who is alone; durable then.
 
         None, and nothing is written, when the operation answers None: then it is to be queued like any other.
         So is one that fails, because the queue knows what to do with whom.
@@ -128,11 +128,7 @@ class Writer:
         link = self._link
         link.patience.allowed = False
         try:
-            link.begin()
-            if (answer := operation(link.session, item)) is None:
-                link.undo(nested=False)
-                return None
-            link.commit()
+            answer = link.run_alone(operation, item)
         except Exception as error:
             link.abandon(error)
             return None

@@ -96,12 +96,14 @@ class ParkContract(Contract):
         listener = await parked(bench)
         child = bench.message("child")
         lease = await bench.leased()
-        told = (Note(listener.id, signal("1")),)
+        new = await bench.put("new")
+        told = (Note(listener.id, signal("1")), Note(new.id, signal("2")))
         outcome = Parked(None, 0, steps=(result("a"),), sends=(child,), notes=told, failure=FAILURE)
         assert await bench.store.settle([(lease, outcome)]) == [True]
         assert await lines(bench, lease.id) == [("a", "RESULT", b"1")]
         assert await bench.state(child.id) is State.SCHEDULED
         assert await bench.state(listener.id) is State.SCHEDULED
+        assert len(await bench.store.steps(new.id)) == 1
         assert [one.failure for one in await bench.store.attempts(lease.id)] == [FAILURE]
 
     @scenario

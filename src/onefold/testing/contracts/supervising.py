@@ -162,7 +162,9 @@ class SuperviseContract(Contract):
         waiting = await bench.put("waiting", delay=MICROSECONDS)
         dead, done = await bench.settled("dead", DEAD), await bench.settled("done", DONE)
         held, other = await bench.leased("held"), await bench.leased("other")
-        fences = {id_: (await bench.record(id_)).fence for id_ in (waiting.id, dead.id, done.id, held.id, other.id)}
+        new = await bench.put("new")
+        ids = (waiting.id, dead.id, done.id, held.id, other.id, new.id)
+        fences = {id_: (await bench.record(id_)).fence for id_ in ids}
         assert await bench.store.restored() == 2
         for id_, fence in fences.items():
             assert (await bench.record(id_)).fence == fence + limits.FENCE_LEAP
@@ -171,10 +173,10 @@ class SuperviseContract(Contract):
         assert await bench.store.extend([held, other], lease=LEASE) == [False, False]
         assert await bench.store.settle([(held, DONE), (other, DEAD)]) == [False, False]
         again = {lease.id: lease for lease in await bench.claim()}
-        assert set(again) == {held.id, other.id}
+        assert set(again) == {held.id, other.id, new.id}
         assert (again[held.id].crashes, again[held.id].fence > held.fence + limits.FENCE_LEAP) == (0, True)
         assert await bench.store.settle([(again[held.id], DONE)]) == [True]
         assert await bench.move(dead.id, State.SCHEDULED)
         assert (await bench.record(dead.id)).fence > dead.fence + limits.FENCE_LEAP
         assert (await bench.record(done.id)).result == DONE.result
-        assert await bench.store.restored() == 1
+        assert await bench.store.restored() == 2

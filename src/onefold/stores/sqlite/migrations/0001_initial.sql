@@ -24,12 +24,14 @@ CREATE TABLE onefold_message (
 -- What goes back to another message; the many that do not are found by their id, and cost nothing here.
 CREATE INDEX onefold_message_correlation ON onefold_message (correlation_id) WHERE correlation_id <> id;
 
--- The highest number of a message that is gone: no number is given twice, so an old lease cannot meet a new message.
 CREATE TABLE onefold_sequence (
-    last INTEGER NOT NULL
+    -- The highest number of a message that is gone: no number is given twice, so an old lease meets no new message.
+    last INTEGER NOT NULL,
+    -- Up to here every message has, or had, its delivery; above, those that are due at once get theirs when needed.
+    delivered INTEGER NOT NULL
 );
 
-INSERT INTO onefold_sequence (last) VALUES (0);
+INSERT INTO onefold_sequence (last, delivered) VALUES (0, 0);
 
 CREATE TABLE onefold_delivery (
     seq INTEGER PRIMARY KEY,
@@ -124,6 +126,25 @@ CREATE TABLE onefold_key (
 ) WITHOUT ROWID;
 
 CREATE INDEX onefold_key_expires ON onefold_key (expires_at) WHERE expires_at IS NOT NULL;
+
+-- The way for one message by itself: one statement in a transaction of its own writes all that it needs, which is much
+-- cheaper than to begin, to run each statement and to commit.  A conflict undoes all of it.
+CREATE VIEW onefold_arrival AS
+SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
+    m.created_at, m.retention, m.payload, m.headers, k.fingerprint
+FROM onefold_message m
+LEFT JOIN onefold_key k ON k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0;
+
+CREATE TRIGGER onefold_arrive INSTEAD OF INSERT ON onefold_arrival BEGIN
+    INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    VALUES (max((SELECT coalesce(max(seq), 0) FROM onefold_message), (SELECT last FROM onefold_sequence)) + 1,
+        NEW.id, NEW.message_type, NEW.schema_version, NEW.queue, NEW.idempotency_key, NEW.correlation_id,
+        NEW.causation_id, NEW.subject, NEW.created_at, NEW.retention, NEW.payload, NEW.headers);
+    INSERT INTO onefold_key (scope, key, kind, seq, fingerprint, schema_version)
+    SELECT NEW.message_type, NEW.idempotency_key, 0, last_insert_rowid(), NEW.fingerprint, NEW.schema_version
+    WHERE NEW.fingerprint IS NOT NULL;
+END;
 
 CREATE TABLE onefold_attempt (
     seq INTEGER NOT NULL,
