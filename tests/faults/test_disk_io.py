@@ -425,6 +425,9 @@ def test_every_transaction_begins_with_the_write_lock(template: Path, tmp_path: 
     def trace(moment: str, statement: str) -> None:
         nonlocal inside
         words = statement.upper().split()
+        if words[:3] == ["INSERT", "INTO", "ONEFOLD_ARRIVAL"]:
+            # One statement by itself, with all that its trigger runs, has the lock from its beginning.
+            inside = moment == "before"
         if moment == "after" or not words:
             return
         if words[0] == "BEGIN":

@@ -62,6 +62,8 @@ async def test_a_message_that_has_just_come_is_shown_as_one_that_waits(path: Pat
         assert (await bench.store.count())["default"].scheduled == 2
         for query in (Query(), Query(states=(State.SCHEDULED,)), Query(correlation_id=plain.id)):
             assert before[plain.id] in await bench.store.find(query)
+        shown = f"SELECT state, fence, attempt, crashes, due_at FROM onefold_inbox WHERE id = '{plain.id}'"
+        assert await bench.store.fetch(shown) == [("scheduled", 1, 0, 0, before[plain.id].envelope.due_at)]
         (lease,) = await bench.claim()
         assert lease.id == plain.id
         assert deliveries(path) == [1, 2]

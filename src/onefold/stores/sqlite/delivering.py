@@ -10,7 +10,7 @@ from __future__ import annotations
 from onefold.stores.sqlite.session import FEW_ROWS, Session
 
 #: A process that puts messages leaves at most so many of them without a delivery, so that nobody finds a heap of them.
-ARRIVALS_MAX = FEW_ROWS
+ARRIVALS_MAX = 250
 
 
 def arrive(session: Session, messages: int) -> None:

@@ -95,10 +95,8 @@ SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <=
             AND priority IN (1, 2, 3, 4, 5, 6, 7, 8, 9)
             AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
     OR EXISTS (
-        SELECT 1 FROM onefold_message m
-        WHERE m.seq > (SELECT delivered FROM onefold_sequence) AND m.queue IN (SELECT value FROM json_each(?2))
-            AND m.message_type IN (SELECT value FROM json_each(?4))
-            AND NOT EXISTS (SELECT 1 FROM onefold_delivery d WHERE d.seq = m.seq))
+        SELECT 1 FROM onefold_arrival
+        WHERE queue IN (SELECT value FROM json_each(?2)) AND message_type IN (SELECT value FROM json_each(?4)))
 
 -- name: claim_possible_crashed
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)
@@ -409,9 +407,7 @@ SELECT queue, shown, sum(number) FROM (
     SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*) AS number
     FROM onefold_delivery GROUP BY queue, shown
     UNION ALL
-    SELECT queue, 0, 1 FROM onefold_message m
-    WHERE seq > (SELECT delivered FROM onefold_sequence)
-        AND NOT EXISTS (SELECT 1 FROM onefold_delivery d WHERE d.seq = m.seq)
+    SELECT queue, 0, 1 FROM onefold_arrival
 ) GROUP BY queue, shown
 
 -- name: count_dead

@@ -43,8 +43,8 @@ _SPOILED_MICROS = 1_000_000
 #: Commits are made on the event loop while they take no longer than this.
 _HERE_COMMIT_MICROS = 2_000
 #: Somebody who writes alone looks for company after so many writes and about so long: all others wait meanwhile.
-_LONE_MAX = 8
-_LONE_MICROS = 2_000
+_LONE_MAX = 16
+_LONE_MICROS = 4_000
 
 
 class Writer:

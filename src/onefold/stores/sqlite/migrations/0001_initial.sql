@@ -127,13 +127,15 @@ CREATE TABLE onefold_key (
 
 CREATE INDEX onefold_key_expires ON onefold_key (expires_at) WHERE expires_at IS NOT NULL;
 
--- The way for one message by itself: one statement in a transaction of its own writes all that it needs, which is much
--- cheaper than to begin, to run each statement and to commit.  A conflict undoes all of it.
+-- Messages that have come and have no delivery yet.
+-- To write one here is the way for a message by itself: one statement in a transaction of its own is much cheaper than
+-- to begin, to run a statement for each table and to commit.  A conflict undoes all of it.
 CREATE VIEW onefold_arrival AS
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
-    m.created_at, m.retention, m.payload, m.headers, k.fingerprint
+    m.created_at, m.retention, m.payload, m.headers, NULL AS fingerprint
 FROM onefold_message m
-LEFT JOIN onefold_key k ON k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0;
+WHERE m.seq > (SELECT delivered FROM onefold_sequence)
+    AND NOT EXISTS (SELECT 1 FROM onefold_delivery d WHERE d.seq = m.seq);
 
 CREATE TRIGGER onefold_arrive INSTEAD OF INSERT ON onefold_arrival BEGIN
     INSERT INTO onefold_message (seq, id, message_type, schema_version, queue, idempotency_key, correlation_id,
@@ -212,15 +214,15 @@ CREATE TABLE onefold_register (
 CREATE VIEW onefold_inbox AS
 SELECT
     m.id, m.message_type, m.schema_version, m.queue, m.subject, m.idempotency_key, m.correlation_id, m.causation_id,
-    CASE coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+    CASE coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0)
         WHEN 0 THEN 'scheduled' WHEN 1 THEN 'leased' WHEN 2 THEN 'parked' WHEN 3 THEN 'done' WHEN 4 THEN 'dead'
         WHEN 5 THEN 'cancelled' WHEN 6 THEN 'discarded'
     END AS state,
-    coalesce(d.fence, o.fence) AS fence,
-    coalesce(d.attempt, o.attempt) AS attempt,
-    coalesce(d.crashes, o.crashes) AS crashes,
-    coalesce(d.replay_count, o.replay_count) AS replay_count,
-    m.created_at, d.due_at, o.ended_at, o.kept_until, d.worker,
+    coalesce(d.fence, o.fence, 1) AS fence,
+    coalesce(d.attempt, o.attempt, 0) AS attempt,
+    coalesce(d.crashes, o.crashes, 0) AS crashes,
+    coalesce(d.replay_count, o.replay_count, 0) AS replay_count,
+    m.created_at, iif(o.seq, NULL, coalesce(d.due_at, m.created_at)) AS due_at, o.ended_at, o.kept_until, d.worker,
     o.result, o.failure
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
