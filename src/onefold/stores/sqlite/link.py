@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 import apsw
 
@@ -16,9 +15,6 @@ from onefold.clock import Clock, pause
 from onefold.errors import StoreUnavailableError
 from onefold.stores.sqlite.connection import BREAKING, Patience
 from onefold.stores.sqlite.session import Session
-
-Answer = TypeVar("Answer")
-Item = TypeVar("Item")
 
 #: A connection that broke is replaced before the next use: at once, or after these pauses, or at the use after that.
 _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
@@ -70,15 +66,6 @@ class Link:
         self._open = True
         return nested
 
-    def run_alone(self, operation: Callable[[Session, Item], Answer], item: Item) -> Answer:
-        """Run an operation that commits by itself, while nobody's transaction is open."""
-        if self.broken:
-            self._replace()
-        began = self._clock.steady()
-        answer = operation(self.session, item)
-        self._note_commit(began)
-        return answer
-
     def keep(self, nested: bool) -> None:
         """End a part that is to be committed with the others."""
         if nested:
@@ -101,9 +88,10 @@ class Link:
         began = self._clock.steady()
         self.session.connection.execute("COMMIT")
         self._open = False
-        self._note_commit(began)
+        self.note_commit(began)
 
-    def _note_commit(self, began: int) -> None:
+    def note_commit(self, began: int) -> None:
+        """Take down how long a commit took that is over now."""
         # One slow commit among fast ones says little about the next.
         self.commit_micros += (self._clock.steady() - began - self.commit_micros) // 4
 

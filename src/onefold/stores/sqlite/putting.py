@@ -51,12 +51,13 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
     None, and nothing is written, if it takes more than that: its key is taken, it is not due at once or waits at a
     gate, or too many messages have not been delivered.
     """
-    special = e.deduplication_key is not None or _is_timed(e) or _is_gated(e)
-    if special or session.arrivals >= ARRIVALS_MAX:
+    row = message_row(e, session.clock.now())
+    # All that is special about a message stands in its headers, but for its time; most have none.
+    special = row[-1] is not None and (e.deduplication_key is not None or e.pinned or _is_gated(e))
+    if special or e.delay or e.due_at or session.arrivals >= ARRIVALS_MAX:
         return None
-    row = (*message_row(e, session.clock.now()), e.fingerprint if e.keyed else None)
     try:
-        session.connection.execute(_PUT_LONE, row)
+        session.connection.execute(_PUT_LONE, (*row, e.fingerprint if e.keyed else None))
     except apsw.ConstraintError:
         return None
     session.arrivals += 1

@@ -127,11 +127,13 @@ class Writer:
         self._lone -= 1
         link = self._link
         link.patience.allowed = False
+        began = self._clock.steady()
         try:
-            answer = link.run_alone(operation, item)
+            answer = operation(link.session, item)
         except Exception as error:
             link.abandon(error)
             return None
+        link.note_commit(began)
         if link.checkpoint_due:
             self._busy = True
             self._runner.submit(self._checkpoint)
