@@ -22,6 +22,8 @@ _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
 #: Copying takes a millisecond, and commits are half as fast while the log grows longer than it has ever been: with half
 #: as many pages long runs were slower, with twice as many short ones were, though large batches were a little faster.
 _CHECKPOINT_PAGES = 1_000
+#: What is not known yet is taken to be slow.
+_UNKNOWN_MICROS = 1_000_000
 
 
 class Link:
@@ -39,8 +41,9 @@ class Link:
         self._connected = False
         #: Whether something failed after which the connection is not to be trusted.
         self.broken = False
-        #: Microseconds that a commit takes, of late.
+        #: Microseconds that a commit takes, of late, and that it took to copy the log the last time.
         self.commit_micros = 0
+        self.checkpoint_micros = _UNKNOWN_MICROS
 
     def open(self) -> None:
         """Connect."""
@@ -151,7 +154,9 @@ class Link:
     def checkpoint(self) -> None:
         """Copy the log into the file, apart from anybody's commit."""
         self._copied_at = self._log_pages
+        began = self._clock.steady()
         try:
             self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
         except apsw.Error as error:
             self.note(error)  # nothing is lost: it stays in the log
+        self.checkpoint_micros = self._clock.steady() - began

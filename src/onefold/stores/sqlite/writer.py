@@ -40,7 +40,7 @@ _TURNS_TOGETHER_MICROS = 10_000
 _SHORT_TURN_MICROS = 5_000
 #: A statement that rolled everybody back counts as a turn this long: for some fifty turns nobody shares a commit.
 _SPOILED_MICROS = 1_000_000
-#: Commits are made on the event loop while they take no longer than this.
+#: Commits are made, and the log is copied, on the event loop while that takes no longer than this.
 _HERE_COMMIT_MICROS = 2_000
 #: Somebody who writes alone looks for company after so many writes and about so long: all others wait meanwhile.
 _LONE_MAX = 16
@@ -135,8 +135,7 @@ class Writer:
             return None
         link.note_commit(began)
         if link.checkpoint_due:
-            self._busy = True
-            self._runner.submit(self._checkpoint)
+            self._checkpoint()
         return answer
 
     def turn(self) -> Turn:
@@ -240,12 +239,19 @@ class Writer:
                 future.set_exception(error)
         if round_.spoiled:
             self._turn_micros = _SPOILED_MICROS
-        if self._link.checkpoint_due:
-            self._runner.submit(self._checkpoint)
-        else:
+        if not self._link.checkpoint_due or self._checkpoint():
             self._free()
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> bool:
+        """Copy the log here if that was quick the last time, otherwise in the thread, where all who write wait for it."""
+        if self._link.checkpoint_micros <= _HERE_COMMIT_MICROS:
+            self._link.checkpoint()
+            return True
+        self._busy = True
+        self._runner.submit(self._checkpoint_there)
+        return False
+
+    def _checkpoint_there(self) -> None:
         self._link.checkpoint()
         tell(self._loop, self._free)
 
