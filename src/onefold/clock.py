@@ -106,8 +106,8 @@ def system_random() -> random.Random:
     return SystemChance()
 
 
-#: Ids are counted on from one draw, because to draw for each costs ten times as much; from the highest down, because they
-#: are taken from the end.  They are few, so that a copy of the whole machine does not go on with the same ids for long.
+#: Ids are counted on from one draw, because to draw for each costs ten times as much; from the highest down, because
+#: they are taken from the end.  They are few, so that a copy of the whole machine does not repeat them for long.
 _COUNTS = [f"{count:02x}" for count in reversed(range(256))]
 
 

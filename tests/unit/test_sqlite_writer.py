@@ -366,12 +366,27 @@ def test_the_slower_the_disk_the_sooner_the_others_have_their_turn(play: Play) -
 
 def test_puts_at_once_share_a_commit_also_after_somebody_wrote_alone(play: Play) -> None:
     async def scenario(made: Stage) -> None:
-        for number in range(9):
+        for number in range(20):
             await made.put(f"alone {number}")
         made.tracer.clear()
         await asyncio.gather(*(made.put(f"key {number}") for number in range(100)))
         # The first few may still take themselves for alone.
-        assert made.tracer.commits <= 9
+        assert made.tracer.commits <= 17
+
+    play(scenario)
+
+
+def test_many_who_write_again_and_again_share_every_commit(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        async def write(name: int) -> None:
+            for number in range(10):
+                await made.put(f"{name}: {number}")
+
+        await made.put("alone")
+        made.tracer.clear()
+        await asyncio.gather(*(write(name) for name in range(50)))
+        # Some at first, before anybody was seen, and then hardly more than one for each time.
+        assert made.tracer.commits <= 16 + 15
 
     play(scenario)
 

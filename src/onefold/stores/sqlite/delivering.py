@@ -7,9 +7,10 @@ is missing first; whoever only reads takes a message that has neither a delivery
 
 from __future__ import annotations
 
-from onefold.stores.sqlite.session import FEW_ROWS, Session
+from onefold.stores.sqlite.session import Session
 
-#: A process that puts messages leaves at most so many of them without a delivery, so that nobody finds a heap of them.
+#: A process that puts messages leaves fewer than so many of them without a delivery: whoever writes those that are
+#: missing is done within a millisecond, and whoever looks for them reads little.
 ARRIVALS_MAX = 250
 
 

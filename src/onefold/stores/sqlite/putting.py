@@ -76,7 +76,7 @@ def _key_row(seq: int, e: Envelope) -> Row:
 
 
 def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> dict[str, State]:
-    """Write messages, and what deliveries of them cannot wait; return where those stand that were there already."""
+    """Write messages, and those deliveries that cannot wait; return where those stand that were there already."""
     rows = [(seq, *message_row(e, now)) for seq, e in fresh]
     known: dict[str, State] = {}
     if session.changes("put_message", rows) != len(rows):

@@ -47,7 +47,7 @@ class Session:
     def __init__(self, connection: apsw.Connection, clock: Clock) -> None:
         self.connection = connection
         self.clock = clock
-        #: How many messages have been put through it since deliveries were last written: a guess that is never too low.
+        #: About how many messages have been put through it since deliveries were last written.
         self.arrivals = 0
 
     def rows(self, name: str, *parameters: Any) -> list[Row]:

@@ -104,7 +104,11 @@ class Writer:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else is known to write, so that ``write_lone`` may be tried."""
-        return self._lone > 0 and self._is_fast and not (self._busy or self._waiting or self._turn is not None)
+        return self._lone > 0 and self._is_fast and self._is_idle
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._busy or self._waiting or self._turn is not None)
 
     async def find_alone(self) -> bool:
         """Give everybody who can run now the chance to come, and say whether nobody did."""
@@ -115,7 +119,8 @@ class Writer:
             await give_way()
         finally:
             self._asking = False
-        self._lone = max(1, min(_LONE_MAX, _LONE_MICROS // max(1, self._link.commit_micros)))
+        # Who is in company would otherwise be taken for alone again as soon as the others have been served.
+        self._lone = max(1, min(_LONE_MAX, _LONE_MICROS // max(1, self._link.commit_micros))) if self._is_idle else 0
         return self.is_alone
 
     def write_lone(self, operation: Callable[[Session, Item], Answer | None], item: Item) -> Answer | None:
@@ -243,7 +248,7 @@ class Writer:
             self._free()
 
     def _checkpoint(self) -> bool:
-        """Copy the log here if that was quick the last time, otherwise in the thread, where all who write wait for it."""
+        """Copy the log, here if that was quick the last time, or in the thread; say whether it is done."""
         if self._link.checkpoint_micros <= _HERE_COMMIT_MICROS:
             self._link.checkpoint()
             return True
