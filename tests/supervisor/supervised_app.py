@@ -82,13 +82,14 @@ async def die(how: str, beside: int) -> None:
 
 @app.task
 async def hold(name: str, seconds: int) -> None:
-    """Sleep in C without giving up the interpreter's lock: nothing else in this process can run.
-
-    Only after a moment in which its process writes what it has to: on SQLite one that hangs in the middle of that keeps
-    the write lock of the file, as docs/how-to/deploy.md says, and nobody could do what these tests look for.
-    """
-    await asyncio.sleep(0.3)
+    """Sleep in C without giving up the interpreter's lock: nothing else in this process can run."""
     began(f"hold:{name}")
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+@app.task
+def hold_in_a_thread(name: str, seconds: int) -> None:
+    began(f"hold_in_a_thread:{name}")
     ctypes.PyDLL(None).sleep(seconds)
 
 

@@ -20,6 +20,19 @@ def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Sc
     assert (first.stop(), beside.stop()) == (0, 0)
 
 
+def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(local: Scene) -> None:
+    """C13, fault 21: a thread can stop the event loop anywhere, also where nobody can renew; then nobody takes over."""
+    for name in range(6):
+        local.send("quick", *((f"{name}-{number}",) for number in range(100)))
+        local.send("hold_in_a_thread", (f"{name}", 3))
+    workers = [local.work("--lease", "1", "--processes", "2", "--concurrency", "50").wait_ready() for _ in range(2)]
+    local.wait_ended()
+    runs = local.runs()
+    assert {runs[f"hold_in_a_thread:{name}"] for name in range(6)} == {1}, local.story()
+    assert {record.crashes for record in local.records().values()} == {0}
+    assert [worker.stop() for worker in workers] == [0, 0]
+
+
 def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) -> None:
     """C17: only what it has begun waits for it."""
     local.send("quick", *((f"{number}",) for number in range(300)))

@@ -18,7 +18,7 @@ from onefold.store import Done, Lease, State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX
 from onefold.testing.contracts import Bench
-from onefold.testing.contracts.bench import DEAD, DONE
+from onefold.testing.contracts.bench import DEAD, DONE, LEASE
 from onefold.testing.contracts.transactions import one_turn
 from onefold.testing.vfs import FaultyFiles, FileFault
 
@@ -33,17 +33,22 @@ class Tracer:
     """What was said to SQLite, and in which thread."""
 
     def __init__(self) -> None:
-        self.statements: list[str] = []
-        self.threads: set[int] = set()
+        self.said: list[tuple[str, int]] = []
 
     def __call__(self, when: str, statement: str) -> None:
         if when == "before":
-            self.statements.append(" ".join(statement.split()))
-            self.threads.add(threading.get_ident())
+            self.said.append((" ".join(statement.split()), threading.get_ident()))
 
     def clear(self) -> None:
-        self.statements.clear()
-        self.threads.clear()
+        self.said.clear()
+
+    @property
+    def statements(self) -> list[str]:
+        return [statement for statement, _ in self.said]
+
+    @property
+    def threads(self) -> set[int]:
+        return {thread for _, thread in self.said}
 
     @property
     def commits(self) -> int:
@@ -79,6 +84,11 @@ class Stage(Bench):
     def sqlite(self) -> SQLiteStore:
         assert isinstance(self.store, SQLiteStore)
         return self.store
+
+    async def until_refused(self) -> None:
+        """Wait until somebody was told that another process has the lock."""
+        while self.sqlite._writer._link.standstill._refused_at is None:
+            await one_turn()
 
     def seen(self) -> list[int]:
         """What another connection sees of the effects."""
@@ -327,26 +337,113 @@ def test_words_that_only_look_like_the_end_are_the_callers_business(play: Play) 
 # where it runs
 
 
-def test_a_small_write_is_made_on_the_event_loop_while_commits_are_fast(play: Play) -> None:
+def test_what_is_written_is_written_on_the_event_loop_unless_it_is_very_much(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         lease, other = await made.leased(), await made.leased()
         made.tracer.clear()
         await made.put("a")
+        await made.store.put([made.message() for _ in range(1_000)])
+        await made.claim(limit=1_000)
         assert made.tracer.here
-        children = tuple(made.message() for _ in range(200))
+        children = tuple(made.message() for _ in range(1_000))
         for large in (
-            made.store.put([made.message() for _ in range(200)]),
-            made.store.put([made.message(payload=b'"' + b"x" * 90_000 + b'"') for _ in range(4)]),
+            made.store.put([made.message() for _ in range(1_001)]),
+            made.store.put([made.message(payload=b'"' + b"x" * 90_000 + b'"') for _ in range(50)]),
             made.store.settle([(lease, Done(b"1", sends=children))]),
-            made.store.settle([(other, Done(b'"' + b"x" * 900_000 + b'"'))]),
+            made.store.settle([(other, Done(b'"' + b"x" * 5_000_000 + b'"'))]),
         ):
             made.tracer.clear()
             await large
             assert not made.tracer.here
-        made.tracer.clear()
-        made.sqlite._writer._link.commit_micros = 50_000
+
+    play(scenario)
+
+
+def test_only_the_commit_is_made_elsewhere_while_commits_are_slow(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        made.sqlite._writer._link.commit_micros = 1_000_000
         await made.put("b")
-        assert not made.tracer.here
+        here = [said for said, thread in made.tracer.said if thread == threading.get_ident()]
+        there = [said for said, thread in made.tracer.said if thread != threading.get_ident()]
+        assert here[0] == "BEGIN IMMEDIATE"
+        assert len(here) > 1
+        assert there == ["COMMIT"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("commit_micros", [0, 1_000_000], ids=["fast disk", "slow disk"])
+def test_nobody_runs_while_a_transaction_of_ours_is_open(play: Play, commit_micros: int) -> None:
+    """C13, fault 21: whoever hangs in C, holding the interpreter, does not hang with the lock that everybody needs."""
+
+    async def scenario(made: Stage) -> None:
+        link = made.sqlite._writer._link
+        seen: list[str] = []
+
+        def said_in_transactions() -> list[tuple[str, int]]:
+            return [one for one in made.tracer.said if not one[0].startswith("SELECT EXISTS")]
+
+        async def watch() -> None:
+            while True:
+                link.commit_micros = commit_micros
+                if link.session.connection.in_transaction:
+                    seen.append(said_in_transactions()[-1][0])
+                await give_way()
+
+        async def work(number: int) -> None:
+            await made.store.put([made.message() for _ in range(100)])
+            leases = await made.claim(limit=50 + number)
+            await made.store.extend(leases, lease=LEASE, starting=True)
+            await made.store.settle([(lease, DONE) for lease in leases])
+
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(work(number) for number in range(20)))
+        watching.cancel()
+        # A slow commit is made elsewhere, and once it has begun it needs no help.
+        elsewhere = {"COMMIT"} if commit_micros else set()
+        assert set(seen) <= elsewhere
+        assert {said for said, thread in said_in_transactions() if thread != threading.get_ident()} == elsewhere
+        assert made.tracer.statements.count("COMMIT") > 5
+
+    play(scenario)
+
+
+def test_leases_that_ran_out_while_nobody_could_write_are_left_to_their_owners_for_a_while(play: Play) -> None:
+    """C13, C15: whoever kept the lock past their end must not cost them their messages, and the dead lose theirs."""
+
+    async def scenario(made: Stage) -> None:
+        dead = await made.leased("dead")
+        made.clock.advance(4 * LEASE)
+        await made.put("alive", queue="other")
+        (alive,) = await made.claim(queues=["other"])
+        made.clock.advance(LEASE - 1)
+        stuck = apsw.Connection(str(made.path))
+        stuck.execute("BEGIN IMMEDIATE")
+        claiming = asyncio.create_task(made.claim(queues=["other"]))
+        await made.until_refused()
+        made.clock.advance(2 * LEASE)
+        stuck.close()
+        assert await claiming == []
+        assert [lease.id for lease in await made.claim()] == [dead.id]
+        made.clock.advance(LEASE - 1)
+        assert await made.claim(queues=["other"]) == []
+        assert await made.store.extend([alive], lease=1.0) == [True]
+        made.clock.advance(2.0)
+        (taken,) = await made.claim(queues=["other"])
+        assert (taken.id, await made.store.extend([alive], lease=LEASE)) == (alive.id, [False])
+
+    play(scenario)
+
+
+def test_who_kept_all_others_from_writing_takes_nothing_over_from_them(play: Play) -> None:
+    async def scenario(made: Stage) -> None:
+        lease = await made.leased("theirs")
+        transaction = Open(made, 1)
+        await transaction.write()
+        made.clock.advance(2 * LEASE)
+        await transaction.conclude()
+        assert await made.claim() == []
+        assert await made.store.extend([lease], lease=LEASE) == [True]
 
     play(scenario)
 
@@ -430,7 +527,7 @@ def test_the_lock_of_another_process_is_never_waited_for_on_the_event_loop(play:
         other.execute("ROLLBACK")
         other.close()
         assert not (await writing).duplicate
-        assert not made.tracer.here
+        assert made.tracer.here
 
     play(scenario)
 

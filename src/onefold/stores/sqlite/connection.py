@@ -8,10 +8,11 @@ from typing import Any, Literal
 import apsw
 import msgspec
 
-from onefold.clock import pause, system_random
+from onefold.clock import Clock, pause, system_random
 from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
 from onefold.stores.sqlite.files import damaged
 from onefold.stores.sqlite.schema import missing_migrations
+from onefold.stores.sqlite.standstill import Standstill
 
 #: Called before and after every statement, with its text; only tests use it.
 Trace = Callable[[Literal["before", "after"], str], None]
@@ -31,12 +32,14 @@ BREAKING = (apsw.IOError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, a
 class Patience:
     """Waiting for another process's write lock: bounded, a little random, and never where it would block a loop."""
 
-    def __init__(self, *, allowed: bool) -> None:
+    def __init__(self, clock: Clock, *, allowed: bool) -> None:
         self.allowed = allowed
+        self.standstill = Standstill(clock)
         self._waited = 0.0
         self._chance = system_random()
 
     def __call__(self, looks: int) -> bool:
+        self.standstill.refused()
         if not self.allowed:
             return False
         self._waited = self._waited if looks else 0.0

@@ -33,11 +33,13 @@ class RowLease(Lease, frozen=True, gc=False):
     seq: int = 0
 
 
-def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
+def claim(
+    session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str, ran_out_before: int
+) -> list[Lease]:
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
     deliver(session)
-    session.run("claim_expired", steady)
+    session.run("claim_expired", ran_out_before)
     budget = Budget(session, asked, now)
     leases: list[RowLease] = []
     for queue in asked.queues:
@@ -94,11 +96,11 @@ def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) 
     return RowLease(*common, seq=seq) if pick is None else RowLease(*common, pick.gate, pick.gap, seq=seq)
 
 
-def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:
+def claim_possible(session: Session, gates: Gates, asked: Asked, ran_out_before: int) -> bool:
     """Whether a claim might find something; only a read."""
     statement, *bounds = _POSSIBLE_OF[asked.lane]
     now = session.clock.now()
-    if session.rows(statement, session.clock.steady(), as_json(asked.queues), now, asked.known, *bounds)[0][0]:
+    if session.rows(statement, ran_out_before, as_json(asked.queues), now, asked.known, *bounds)[0][0]:
         return True
     budget = Budget(session, asked, now)
     for queue in asked.queues:

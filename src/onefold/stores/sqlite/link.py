@@ -36,7 +36,9 @@ class Link:
         self._open = False
         self._log_pages = 0
         self._copied_at = 0
-        self.patience = Patience(allowed=True)
+        self.patience = Patience(clock, allowed=True)
+        self.standstill = self.patience.standstill
+        self._begun_at = 0
         self.session: Session
         self._connected = False
         #: Whether something failed after which the connection is not to be trusted.
@@ -64,10 +66,14 @@ class Link:
         """Begin somebody's part: alone in a transaction, or, then it is nested, behind others in one."""
         if self.broken:
             self._replace()
-        nested = self._open
-        self.session.connection.execute("SAVEPOINT onefold_part" if nested else "BEGIN IMMEDIATE")
+        if self._open:
+            self.session.connection.execute("SAVEPOINT onefold_part")
+            return True
+        self.session.connection.execute("BEGIN IMMEDIATE")
         self._open = True
-        return nested
+        self.standstill.admitted()
+        self._begun_at = self._clock.steady()
+        return False
 
     def keep(self, nested: bool) -> None:
         """End a part that is to be committed with the others."""
@@ -83,6 +89,7 @@ class Link:
         else:
             connection.execute("ROLLBACK")
             self._open = False
+            self.standstill.note(self._begun_at)
 
     def commit(self) -> None:
         """Make everything durable that was kept; when this raises, nothing of it is."""
@@ -92,6 +99,7 @@ class Link:
         self.session.connection.execute("COMMIT")
         self._open = False
         self.note_commit(began)
+        self.standstill.note(self._begun_at)
 
     def note_commit(self, began: int) -> None:
         """Take down how long a commit took that is over now."""
@@ -116,6 +124,8 @@ class Link:
         with suppress(apsw.Error):
             if self.session.connection.in_transaction:
                 self.session.connection.execute("ROLLBACK")
+        if self._open:
+            self.standstill.note(self._begun_at)
         self._open = False
         self.note(error)
 

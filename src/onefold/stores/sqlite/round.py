@@ -104,7 +104,7 @@ class Round:
         self.calls = True
         self.steps.append((part, call))
 
-    def run(self, *, patient: bool, last: bool = False) -> bool:
+    def take(self, *, patient: bool, last: bool = False) -> bool:
         """Take the steps; False if another process holds the write lock and there is no patience to wait for it.
 
         The ``last`` time it is an error that the lock is held.
@@ -116,9 +116,19 @@ class Round:
             if not (self._run_writes(step) if isinstance(step, list) else self._run_call(*step)):
                 self.steps.appendleft(step)
                 return False
-        if self.commits:
-            self._commit()
         return True
+
+    def commit(self) -> None:
+        """Make durable what was taken, and tell those who waited for that; nothing while a turn stays open."""
+        if not self.commits:
+            return
+        try:
+            self._link.commit()
+        except BaseException as error:
+            self._lose(error)
+        else:
+            self.told += self._kept
+            self._kept.clear()
 
     def _run_writes(self, writes: list[Write]) -> bool:
         try:
@@ -177,15 +187,6 @@ class Round:
             self.told.append((call.future, None, error))
         else:
             (self.told if call.ending is None else self._kept).append((call.future, answer, None))
-
-    def _commit(self) -> None:
-        try:
-            self._link.commit()
-        except BaseException as error:
-            self._lose(error)
-        else:
-            self.told += self._kept
-            self._kept.clear()
 
     def _must_wait(self, error: BaseException) -> bool:
         return isinstance(error, apsw.BusyError) and not self._last

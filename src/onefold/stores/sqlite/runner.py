@@ -22,6 +22,10 @@ class Runner(Protocol):
         """Run a job, which tells by itself when it is done."""
         ...
 
+    def start(self, job: Callable[[], None]) -> None:
+        """Like ``submit``, and return when the job is under way."""
+        ...
+
     def close(self) -> None:
         """Finish what was asked."""
         ...
@@ -34,6 +38,9 @@ class InlineRunner:
         return function(*args)
 
     def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+    def start(self, job: Callable[[], None]) -> None:
         job()
 
     def close(self) -> None:
@@ -64,6 +71,18 @@ class ThreadRunner:
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def start(self, job: Callable[[], None]) -> None:
+        begun = threading.Lock()
+        begun.acquire()
+
+        def run() -> None:
+            begun.release()
+            job()
+
+        self._jobs.put(run)
+        # Whoever waits here is given the interpreter when the thread lets go of it, in its first blocking call.
+        begun.acquire()
 
     def close(self) -> None:
         """End the thread after what was asked of it is done."""

@@ -12,7 +12,7 @@ from onefold.stores.sqlite.delivering import deliver
 from onefold.stores.sqlite.gates import next_place, pass_on
 from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.putting import put_sends
-from onefold.stores.sqlite.session import FEW_ROWS, Row, Session, as_json, rows_for
+from onefold.stores.sqlite.session import ROW_BYTES, Row, Session, as_json, rows_for
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.steps import notes_of
 
@@ -41,18 +41,21 @@ def settle(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> li
 
 
 def rows_in(settlements: Sequence[tuple[Lease, Outcome]]) -> int:
-    """Return how much settling these writes, with everything that goes with them; exactly only if they are few."""
-    total = rows_for(settlements, lambda one: one[1].result if isinstance(one[1], Done) else None)
-    if total > FEW_ROWS:
-        return total
+    """Return how much settling these writes, with everything that goes with them, in rows of ordinary size."""
+    total = len(settlements)
+    size = 0
     for _, outcome in settlements:
+        if isinstance(outcome, Done):
+            size += len(outcome.result or b"")
+            if not (outcome.sends or outcome.notes):
+                continue  # as most are
         if isinstance(outcome, Done | Dead | Parked):
             total += rows_for(outcome.sends, lambda e: e.payload_inline)
         if isinstance(outcome, Done | Parked):
             total += rows_for(outcome.notes, lambda note: note.step.value)
         if isinstance(outcome, Parked):
             total += rows_for(outcome.steps, lambda step: step.value)
-    return total
+    return total + size // ROW_BYTES
 
 
 def settle_all(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:

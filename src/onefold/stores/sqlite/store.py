@@ -132,7 +132,7 @@ class SQLiteStore:
 
     def _make_reader(self) -> Reader:
         runner: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
-        return Reader(self._connect, self._clock, runner, Patience(allowed=not self._inline))
+        return Reader(self._connect, self._clock, runner, Patience(self._clock, allowed=not self._inline))
 
     def _connect(self, patience: Patience) -> apsw.Connection:
         return open_connection(self.path, synchronous=self._synchronous, patience=patience, trace=self._trace)
@@ -230,11 +230,17 @@ class SQLiteStore:
     ) -> list[Lease]:
         asked = Asked(queues, frozenset(types), as_json(types), limit, lane, gatings, at_once)
         # Looking first keeps idle workers away from the write lock.
-        if not self._found and not await self._read(lambda session: claim_possible(session, self._gates, asked)):
+        if not self._found and not await self._read(
+            lambda session: claim_possible(session, self._gates, asked, self._writer.ran_out_before(lease))
+        ):
             return []
-        leases = await self._write(
-            lambda session: claim(session, self._gates, asked, lease=lease, worker=worker), rows=_MANY_ROWS
-        )
+
+        def take(session: Session) -> list[Lease]:
+            # Asked here, where it is known how long the lock had to be waited for.
+            ran_out_before = self._writer.ran_out_before(lease)
+            return claim(session, self._gates, asked, lease=lease, worker=worker, ran_out_before=ran_out_before)
+
+        leases = await self._write(take, rows=limit)
         self._found = bool(leases)
         return leases
 

@@ -4,8 +4,10 @@ Operations that need no transaction of their own share a commit with whatever el
 A turn is one transaction that stays open while its owner runs statements in it; when others wait at its end, they
 go on in the same SQLite transaction, and all of them are answered after one commit.
 
-Everything is decided on the event loop, and the connection is used in one place at a time: in the writer's thread,
-or, for a few rows while commits are fast, right on the loop, which costs less than going to the thread and back.
+Everything is decided on the event loop, and the connection is used in one place at a time: for statements of ours
+right on the loop, which costs less than going to the thread and back, and for the caller's own in the writer's thread.
+While the loop runs our statements it runs no handler, so that none can hang in the middle of a transaction and keep
+the lock that everybody needs; a commit that is slow is made in the thread, and needs nobody's help once it has begun.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ from typing import Any, TypeVar
 
 import apsw
 
-from onefold.clock import MICROSECONDS, Clock, give_way
+from onefold.clock import Clock, give_way
 from onefold.errors import StoreError
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
 from onefold.stores.sqlite.runner import Runner, tell
-from onefold.stores.sqlite.session import FEW_ROWS, Session
+from onefold.stores.sqlite.session import HERE_ROWS, Session
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
-#: Look this often for the lock of another process where waiting must not block anybody.
-_BUSY_SLEEP_SECONDS = 0.005
+#: Where waiting must not block anybody, look for the lock of another process after the first figure, then ever later
+#: up to the second.
+_LOOK_SECONDS, _LOOK_SECONDS_MAX = 0.001, 0.01
 #: Operations that share one commit; more would make the first of them wait.
 _TOGETHER_MAX = 1_000
 #: Turns that share one commit, and for how long one more may begin: nobody waits much longer than that for others.
@@ -143,6 +146,10 @@ class Writer:
             self._checkpoint()
         return answer
 
+    def ran_out_before(self, lease: float) -> int:
+        """Return the moment before which a lease must have run out, now, to be anybody's."""
+        return self._link.standstill.ran_out_before(lease)
+
     def turn(self) -> Turn:
         """Make a turn of one's own, which begins with its first call."""
         return Turn(self)
@@ -207,32 +214,38 @@ class Writer:
                 self._quiet.set_result(None)
             return
         self._busy = True
-        if (not self._threaded or self._fits_here(round_)) and round_.run(patient=False):
-            self._finish(round_)
-        elif self._threaded:
-            self._runner.submit(partial(self._run_there, round_))
+        if not self._threaded or self._belongs_here(round_):
+            self._run_here(round_)
         else:
-            self._run_later(round_, self._clock.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS))
+            self._runner.submit(partial(self._run_there, round_))
 
-    def _fits_here(self, round_: Round) -> bool:
+    def _belongs_here(self, round_: Round) -> bool:
         """Whether this is done within a moment for sure: the caller's own statements are never."""
-        return self._is_fast and not round_.calls and round_.rows <= FEW_ROWS
+        return not round_.calls and round_.rows <= HERE_ROWS and not self._link.broken
 
     @property
     def _is_fast(self) -> bool:
         return self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
 
-    def _run_there(self, round_: Round) -> None:
-        """In the thread."""
-        round_.run(patient=True)
-        tell(self._loop, self._finish, round_)
-
-    def _run_later(self, round_: Round, give_up_at: int) -> None:
-        """Without threads: look again for the lock after a while."""
-        if round_.run(patient=False, last=self._clock.steady() >= give_up_at):
+    def _run_here(self, round_: Round, looks: int = 0, waited: float = 0.0) -> None:
+        if not round_.take(patient=False, last=waited >= BUSY_SECONDS_MAX):
+            seconds = min(_LOOK_SECONDS * (1 + looks / 4), _LOOK_SECONDS_MAX)
+            self._loop.call_later(seconds, self._run_here, round_, looks + 1, waited + seconds)
+        elif self._is_fast or not (self._threaded and round_.commits):
+            round_.commit()
             self._finish(round_)
         else:
-            self._loop.call_later(_BUSY_SLEEP_SECONDS, self._run_later, round_, give_up_at)
+            # Nothing else happens here before it is under way: what comes next may hang.
+            self._runner.start(partial(self._commit_there, round_))
+
+    def _run_there(self, round_: Round) -> None:
+        """In the thread."""
+        round_.take(patient=True)
+        self._commit_there(round_)
+
+    def _commit_there(self, round_: Round) -> None:
+        round_.commit()
+        tell(self._loop, self._finish, round_)
 
     def _finish(self, round_: Round) -> None:
         for future, answer, error in round_.told:
@@ -270,7 +283,7 @@ class Writer:
     def _collect(self) -> Round:
         """Take what can be done now: calls of the open turn, and whoever may follow in the same transaction."""
         round_ = Round(self._link, self._kept)
-        while self._turn is not None or (self._waiting and self._may_join(self._waiting[0])):
+        while self._turn is not None or (self._waiting and self._may_join(round_, self._waiting[0])):
             if self._turn is None:
                 self._admit(round_, self._waiting.popleft())
             elif self._turn.calls:
@@ -282,13 +295,13 @@ class Writer:
             self._parts = 0
         return round_
 
-    def _may_join(self, joining: Write | Turn) -> bool:
+    def _may_join(self, round_: Round, joining: Write | Turn) -> bool:
         """Whether this may go into the transaction that is being made up."""
         if self._parts == 0:
             self._parts_since = self._clock.steady()
             return True
         if isinstance(joining, Write):
-            return self._parts < _TOGETHER_MAX
+            return self._parts < _TOGETHER_MAX and round_.rows + joining.rows <= HERE_ROWS
         if self._parts >= _TURNS_TOGETHER_MAX or self._turn_micros > _SHORT_TURN_MICROS:
             return False
         return self._clock.steady() - self._parts_since <= _TURNS_TOGETHER_MICROS
