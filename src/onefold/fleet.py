@@ -161,8 +161,11 @@ class Roll:
 
     async def strike(self, name: str) -> None:
         """Remove a worker's entry; one that cannot be removed now expires by itself."""
-        if version := self._versions.pop(name, 0):
-            with suppress(StoreError):
+        version = self._versions.pop(name, 0)
+        with suppress(StoreError):
+            if not version and (known := await self._store.registered(KIND, name)):
+                version = known.version  # whoever entered it did not wait for the answer
+            if version:
                 async with self._store.transaction() as transaction:
                     await transaction.register(KIND, name, None, version=version)
 

@@ -153,6 +153,19 @@ def test_workers_are_listed_while_somebody_vouches_for_them(store_url: str) -> N
     run(store_url, scenario)
 
 
+def test_a_worker_that_stops_while_it_is_being_entered_is_struck_off_all_the_same(store_url: str) -> None:
+    async def scenario(app: App, clock: FakeClock) -> None:
+        entering = Roll(app.store, clock)
+        record = describe(WorkerSettings("ada", ["default"]), 0, clock.now(), running=0, settled=0)
+        await entering.enter([record])
+        # As it is when nobody waited for the answer.
+        stopped = Roll(app.store, clock)
+        await stopped.strike("ada")
+        assert await workers(app.store) == []
+
+    run(store_url, scenario)
+
+
 def test_an_embedded_worker_is_listed_and_gone_when_it_has_stopped(store_url: str) -> None:
     async def scenario(app: App, clock: FakeClock) -> None:
         started = asyncio.Event()
