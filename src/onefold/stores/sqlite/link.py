@@ -22,6 +22,9 @@ _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
 #: Copying takes a millisecond, and commits are half as fast while the log grows longer than it has ever been: with half
 #: as many pages long runs were slower, with twice as many short ones were, though large batches were a little faster.
 _CHECKPOINT_PAGES = 1_000
+#: The length of the log is looked at after about so many rows, each of which is four pages or so: asking after each
+#: commit, or being told by SQLite, takes longer than to write a page.
+_LOOK_ROWS = 64
 #: What is not known yet is taken to be slow.
 _UNKNOWN_MICROS = 1_000_000
 
@@ -34,8 +37,9 @@ class Link:
         self._clock = clock
         self._lasting = lasting
         self._open = False
-        self._log_pages = 0
         self._copied_at = 0
+        #: About how many rows were written since the length of the log was looked at.
+        self.written = 0
         self.patience = Patience(clock, allowed=True)
         self.standstill = self.patience.standstill
         self._begun_at = 0
@@ -50,10 +54,10 @@ class Link:
     def open(self) -> None:
         """Connect."""
         connection = self._connect(self.patience)
-        connection.set_wal_hook(self._note_pages)
+        connection.wal_autocheckpoint(0)
         self.session = Session(connection, self._clock)
         self._connected = True
-        self.broken, self._log_pages = False, 0
+        self.broken = False
 
     def close(self) -> None:
         """Let go of the file."""
@@ -91,13 +95,14 @@ class Link:
             self._open = False
             self.standstill.note(self._begun_at)
 
-    def commit(self) -> None:
-        """Make everything durable that was kept; when this raises, nothing of it is."""
+    def commit(self, rows: int) -> None:
+        """Make everything durable that was kept, about so many rows; when this raises, nothing of it is."""
         if not self._open:
             return
         began = self._clock.steady()
         self.session.connection.execute("COMMIT")
         self._open = False
+        self.written += rows
         self.note_commit(began)
         self.standstill.note(self._begun_at)
 
@@ -149,21 +154,26 @@ class Link:
                 if seconds == _AGAIN_AFTER_SECONDS[-1]:
                     raise
 
-    def _note_pages(self, _connection: apsw.Connection, _name: str, pages: int) -> int:
-        self._log_pages = pages
-        return apsw.SQLITE_OK
-
-    @property
-    def checkpoint_due(self) -> bool:
-        """Whether the log is long enough to be copied into the file."""
+    def has_long_log(self) -> bool:
+        """Whether the log is long enough to be copied into the file; looked at now and then."""
+        if self._open or self.broken or self.written < _LOOK_ROWS:
+            return False
+        self.written = 0
+        try:
+            pages, copied = self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
+        except apsw.Error as error:
+            self.note(error)
+            return False
         # It begins anew when all of it was copied and nobody reads it; until then it is copied once per so many pages.
-        if self._log_pages < self._copied_at:
+        if pages < self._copied_at:
             self._copied_at = 0
-        return not self._open and self._log_pages - self._copied_at >= _CHECKPOINT_PAGES
+        if pages - max(copied, self._copied_at) < _CHECKPOINT_PAGES:
+            return False
+        self._copied_at = pages
+        return True
 
     def checkpoint(self) -> None:
         """Copy the log into the file, apart from anybody's commit."""
-        self._copied_at = self._log_pages
         began = self._clock.steady()
         try:
             self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)

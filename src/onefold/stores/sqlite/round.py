@@ -17,7 +17,7 @@ import apsw
 from onefold.errors import StoreUnavailableError
 from onefold.stores.sqlite.connection import BREAKING
 from onefold.stores.sqlite.link import Link
-from onefold.stores.sqlite.session import Session
+from onefold.stores.sqlite.session import HERE_ROWS, Session
 
 #: A future, and the answer or the error it is to be given.
 Told = tuple["asyncio.Future[Any]", Any, BaseException | None]
@@ -123,7 +123,8 @@ class Round:
         if not self.commits:
             return
         try:
-            self._link.commit()
+            # How much the caller's own statements wrote is not known.
+            self._link.commit(HERE_ROWS if self.calls else self.rows)
         except BaseException as error:
             self._lose(error)
         else:

@@ -107,7 +107,7 @@ class Writer:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else is known to write, so that ``write_lone`` may be tried."""
-        return self._lone > 0 and self._is_fast and self._is_idle
+        return self._lone > 0 and self._is_idle and self._is_fast
 
     @property
     def _is_idle(self) -> bool:
@@ -142,7 +142,8 @@ class Writer:
             link.abandon(error)
             return None
         link.note_commit(began)
-        if link.checkpoint_due:
+        link.written += 1
+        if link.has_long_log():
             self._checkpoint()
         return answer
 
@@ -257,7 +258,7 @@ class Writer:
                 future.set_exception(error)
         if round_.spoiled:
             self._turn_micros = _SPOILED_MICROS
-        if not self._link.checkpoint_due or self._checkpoint():
+        if not self._link.has_long_log() or self._checkpoint():
             self._free()
 
     def _checkpoint(self) -> bool:
