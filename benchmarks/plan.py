@@ -95,7 +95,7 @@ WORKLOADS = (
         rounds_max=1,
     ),
     Workload(claiming.with_history, _ALONE, (Row("S10", "claim of 100, history kept", "ms"),), rounds_max=1),
-    Workload(draining.with_poison, _ALONE, (Row("S11", "drain with 5 % poison"),), rounds_max=3),
+    Workload(draining.with_poison, _ALONE, (Row("S11", "drain with 5 % poison"),)),
     Workload(killing.with_killers, _ALONE, (Row(killing.ROW, "drain with 3 killers"),), rounds_max=1),
     Workload(
         claiming.beside_foreign_transaction,
