@@ -11,9 +11,11 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from onefold import limits
 from onefold.announcing import announced

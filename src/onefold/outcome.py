@@ -7,7 +7,6 @@ Whoever writes for a message names the fence it was given, and a write with an o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -127,8 +126,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True, gc=False):
     """It succeeded.  The result is kept as long as the key."""
 
     result: bytes
@@ -138,8 +136,7 @@ class Done:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(msgspec.Struct, frozen=True, gc=False):
     """It is to run again after ``delay`` seconds; ``counted`` says whether this run used up an attempt.
 
     ``crashed`` says that its process died while it ran: a crash is counted, apart from the attempts.
@@ -151,8 +148,7 @@ class Again:
     crashed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dead:
+class Dead(msgspec.Struct, frozen=True, gc=False):
     """It will not run again by itself."""
 
     failure: Failure
@@ -164,8 +160,7 @@ class Dead:
     sends: tuple[Envelope, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HandBack:
+class HandBack(msgspec.Struct, frozen=True, gc=False):
     """It was not started, or was stopped for no fault of its own: as if it had never been claimed.
 
     One that was sent before its task had a ``gate`` waits there from now on; if ``ordered``, at the end of the line.
@@ -175,8 +170,7 @@ class HandBack:
     ordered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Parked:
+class Parked(msgspec.Struct, frozen=True, gc=False):
     """It waits without a worker: for ``delay`` seconds, for what others record, or for a person.
 
     ``seen`` is the ``wake`` of the lease.  It is due as soon as others have recorded ``awaits`` more for it, and if

@@ -9,7 +9,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.execution import Execution

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
 from onefold.errors import LeaseLostError
 from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, State
 from onefold.stores.rows import encode_failure
@@ -21,22 +22,75 @@ _Held = tuple[int, Lease, Outcome]
 _DONE, _DEAD = int(State.DONE), int(State.DEAD)
 
 
+class _Sheet:
+    """What is to be written for messages whose claims end, table by table: most batches are of one kind only."""
+
+    __slots__ = ("again", "attempts", "back", "ended", "numbered", "parked", "telling")
+
+    def __init__(self) -> None:
+        self.ended: list[Row] = []
+        self.again: list[Row] = []
+        self.attempts: list[Row] = []
+        self.back: list[tuple[int, HandBack]] = []
+        self.parked: list[tuple[int, Lease, Parked]] = []
+        #: Those whose end lets the next number come, and those who have something for others.
+        self.numbered: list[Envelope] = []
+        self.telling: list[_Held] = []
+
+    def add(self, held: Sequence[_Held], now: int) -> None:
+        """Write down how these end."""
+        for seq, lease, outcome in held:
+            if isinstance(outcome, Done):
+                self.ended.append(_done_row(seq, lease, outcome, now))
+                envelope = lease.envelope
+                if outcome.sends or outcome.notes or envelope.reply_to is not None:
+                    self.telling.append((seq, lease, outcome))
+                if envelope.sequence is not None:
+                    self.numbered.append(envelope)
+            elif isinstance(outcome, HandBack):
+                self.back.append((seq, outcome))
+            else:
+                self._add_failed(seq, lease, outcome, now)
+
+    def _add_failed(self, seq: int, lease: Lease, outcome: Again | Dead | Parked, now: int) -> None:
+        """Write down how one ends that has not succeeded, or not yet."""
+        failure = None if outcome.failure is None else encode_failure(outcome.failure)
+        delay = None
+        if isinstance(outcome, Again):
+            delay = outcome.delay
+            self.again.append(_again_row(seq, lease, outcome, now))
+        elif isinstance(outcome, Parked):
+            delay = outcome.delay
+            self.parked.append((seq, lease, outcome))
+            self.telling.append((seq, lease, outcome))
+        else:
+            self.ended.append(_dead_row(seq, lease, outcome, failure, now))
+            self.telling.append((seq, lease, outcome))
+            if lease.envelope.sequence is not None:
+                self.numbered.append(lease.envelope)
+        if failure is not None:
+            self.attempts.append((seq, lease.fence, lease.attempt, now, lease.worker, failure, delay))
+
+
 def settle(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
     """End claims; True for each that still held its fence."""
     now = session.clock.now()
     numbers = rows_of(session, [lease for lease, _ in settlements])
     fences = fences_of(session, numbers)
     won = [_wins(fences, lease, seq) for (lease, _), seq in zip(settlements, numbers, strict=True)]
-    held = [
-        (seq, lease, outcome)
-        for (lease, outcome), seq, mine in zip(settlements, numbers, won, strict=True)
-        if mine and seq is not None
-    ]
-    _end(session, held, now)
-    _postpone(session, held, now)
-    if failed := [row for seq, lease, o in held if (row := _attempt_row(seq, lease, o, now)) is not None]:
-        session.each("settle_attempt", failed)
-    _tell_others(session, held, now)
+    sheet = _Sheet()
+    sheet.add(
+        [
+            (seq, lease, outcome)
+            for (lease, outcome), seq, mine in zip(settlements, numbers, won, strict=True)
+            if mine and seq is not None
+        ],
+        now,
+    )
+    _end(session, sheet, now)
+    _postpone(session, sheet, now)
+    session.each("settle_attempt", sheet.attempts)
+    _tell_others(session, sheet.telling, now)
     return won
 
 
@@ -65,33 +119,32 @@ def settle_all(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -
             raise LeaseLostError(f"message {lease.id} was taken over; its handler's work was rolled back")
 
 
-def _end(session: Session, held: Sequence[_Held], now: int) -> None:
-    ended = [_outcome_row(seq, lease, o, now) for seq, lease, o in held if isinstance(o, Done | Dead)]
-    if ended:
-        session.run("settle_end", as_json([row[0] for row in ended]))
-        session.each("settle_outcome", ended)
-        pass_on(session, [lease.envelope for _, lease, o in held if isinstance(o, Done | Dead)], now)
+def _end(session: Session, sheet: _Sheet, now: int) -> None:
+    if sheet.ended:
+        session.run("settle_end", as_json([row[0] for row in sheet.ended]))
+        session.each("settle_outcome", sheet.ended)
+    if sheet.numbered:
+        pass_on(session, sheet.numbered, now)
 
 
-def _postpone(session: Session, held: Sequence[_Held], now: int) -> None:
-    session.each("settle_again", [_again_row(seq, lease, o, now) for seq, lease, o in held if isinstance(o, Again)])
-    if back := [seq for seq, _, o in held if isinstance(o, HandBack) and o.gate is None]:
+def _postpone(session: Session, sheet: _Sheet, now: int) -> None:
+    session.each("settle_again", sheet.again)
+    if back := [seq for seq, o in sheet.back if o.gate is None]:
         session.run("settle_hand_back", as_json(back))
-    for seq, _, o in held:
-        if isinstance(o, HandBack) and o.gate is not None:
+    for seq, o in sheet.back:
+        if o.gate is not None:
             session.run("gate_adopt", seq, o.gate, next_place(session) if o.ordered else None)
-    for seq, lease, o in held:
-        if isinstance(o, Parked):
-            steps = Steps(session.connection)
-            steps.park(seq, o, now)
-            steps.write(lease.id, o.steps, now)
+    for seq, lease, parked in sheet.parked:
+        steps = Steps(session.connection)
+        steps.park(seq, parked, now)
+        steps.write(lease.id, parked.steps, now)
 
 
-def _tell_others(session: Session, held: Sequence[_Held], now: int) -> None:
+def _tell_others(session: Session, telling: Sequence[_Held], now: int) -> None:
     """Send and record what these settlements have for others."""
-    if sends := [e for _, _, o in held if isinstance(o, Done | Dead | Parked) for e in o.sends]:
+    if sends := [e for _, _, o in telling if isinstance(o, Done | Dead | Parked) for e in o.sends]:
         put_sends(session, sends)
-    if notes := notes_of((lease, o) for _, lease, o in held):
+    if notes := notes_of((lease, o) for _, lease, o in telling):
         deliver(session)
         Steps(session.connection).tell(notes, now)
 
@@ -104,22 +157,23 @@ def _wins(fences: dict[int, tuple[int, int]], lease: Lease, seq: int | None) -> 
     return True
 
 
-def _outcome_row(seq: int, lease: Lease, outcome: Done | Dead, now: int) -> Row:
+def _done_row(seq: int, lease: Lease, outcome: Done, now: int) -> Row:
+    kept_until, purge_at = _windows(outcome, now)
+    # A run that succeeded is not a failed attempt, one that died of its last failure is.
+    counts = (lease.fence, lease.attempt - 1, lease.crashes, lease.replay_count)
+    return (seq, _DONE, *counts, now, kept_until, purge_at, outcome.result, None, None)
+
+
+def _dead_row(seq: int, lease: Lease, outcome: Dead, failure: bytes | None, now: int) -> Row:
+    kept_until, purge_at = _windows(outcome, now)
+    counts = (lease.fence, lease.attempt if outcome.ran else lease.attempt - 1, lease.crashes, lease.replay_count)
+    return (seq, _DEAD, *counts, now, kept_until, purge_at, None, failure, lease.id)
+
+
+def _windows(outcome: Done | Dead, now: int) -> tuple[int, int]:
+    """Return until when its key is kept, and when the first of it is purged."""
     kept_until = now + round(outcome.key_window * MICROSECONDS)
-    purge_at = min(kept_until, now + round(outcome.body_retention * MICROSECONDS))
-    fence, crashes, replays, times = lease.fence, lease.crashes, lease.replay_count, (now, kept_until, purge_at)
-    if isinstance(outcome, Done):
-        # A run that succeeded is not a failed attempt, one that died of its last failure is.
-        return (seq, _DONE, fence, lease.attempt - 1, crashes, replays, *times, outcome.result, None, None)
-    attempt = lease.attempt if outcome.ran else lease.attempt - 1
-    return (seq, _DEAD, fence, attempt, crashes, replays, *times, None, encode_failure(outcome.failure), lease.id)
-
-
-def _attempt_row(seq: int, lease: Lease, outcome: Outcome, now: int) -> Row | None:
-    if isinstance(outcome, Done | HandBack) or outcome.failure is None:
-        return None
-    delay = None if isinstance(outcome, Dead) else outcome.delay
-    return (seq, lease.fence, lease.attempt, now, lease.worker, encode_failure(outcome.failure), delay)
+    return kept_until, min(kept_until, now + round(outcome.body_retention * MICROSECONDS))
 
 
 def _again_row(seq: int, lease: Lease, outcome: Again, now: int) -> Row:

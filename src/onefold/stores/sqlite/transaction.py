@@ -16,13 +16,12 @@ from onefold.step import Step
 from onefold.store import (
     KEEP,
     Act,
+    Again,
     Dead,
     Done,
     Fenced,
-    HandBack,
     Lease,
     Outcome,
-    Parked,
     Purged,
     PutOptions,
     State,
@@ -152,13 +151,16 @@ class SQLiteTransaction:
 
 def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
     """Whether settling these leaves something that another worker could take at once."""
-    return any(
-        isinstance(o, HandBack | Parked)
-        or lease.envelope.reply_to
-        or (isinstance(o, Done) and (o.sends or o.notes))
-        or (isinstance(o, Dead) and o.sends)
-        for lease, o in settlements
-    )
+    for lease, o in settlements:
+        if isinstance(o, Done):
+            if o.sends or o.notes or lease.envelope.reply_to:
+                return True
+        elif isinstance(o, Dead):
+            if o.sends or lease.envelope.reply_to:
+                return True
+        elif not isinstance(o, Again):
+            return True
+    return False
 
 
 def _execute(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[Row]:
