@@ -53,6 +53,9 @@ _FAILED = (
     "%s message_id=%s message_type=%s subject=%s correlation_id=%s idempotency_key=%s attempt=%d delay=%s error=%s"
 )
 
+#: How records are made unless somebody has replaced it.
+_MAKE_RECORD = logging.Logger.makeRecord
+
 Settlements = list[tuple[Lease, Outcome]]
 Decided = TypeVar("Decided", bound=Outcome)
 
@@ -132,7 +135,10 @@ class Execution:
             await self._commit(context, [(lease, done)])
             return None
         except BaseException as error:
-            await self._undo(context, error, (hold,))
+            context.close()
+            # Most have nothing to be taken back, and need not wait for it.
+            if context.tasks or context.in_transaction or is_cancelled(hold) or isinstance(error, LeaseLostError):
+                await self._undo(context, error, (hold,))
             if context.uncertain is not None:
                 return until_a_person_acts(lease, context.uncertain)
             return self._decide(task, lease, error)
@@ -267,10 +273,12 @@ class Execution:
             outcome, kind = judge(task.retry, lease, error, self.chance), "Crash"
         else:
             outcome = decide(task.retry, lease, error, now=self.clock.now(), chance=self.chance)
-        if isinstance(outcome, Dead):
-            outcome = replace(outcome, key_window=task.key_window)
+        if isinstance(outcome, Again):
+            self._unlogged.append((lease, outcome, kind))
+            return outcome
+        outcome = replace(outcome, key_window=task.key_window)
         self._unlogged.append((lease, outcome, kind))
-        if task.saga and isinstance(outcome, Dead):
+        if task.saga:
             # It was its settling that failed, which may be so again: not at once.
             return undoing(lease, outcome.failure, delay=UNAVAILABLE_SECONDS)
         return self.announce(lease, outcome)
@@ -280,9 +288,10 @@ class Execution:
 
         Lines that are written together cost less than half of what each would cost between two handlers.
         """
-        failed, self._unlogged = self._unlogged, []
-        for lease, outcome, error in failed:
-            _log(lease, outcome, error)
+        if self._unlogged:
+            failed, self._unlogged = self._unlogged, []
+            if logger.isEnabledFor(logging.WARNING):
+                _log(failed)
 
     def announce(self, lease: Lease, outcome: Decided) -> Decided:
         """Let those be told who want to know of dead letters."""
@@ -303,20 +312,29 @@ async def _run_late(function: Callable[[], Awaitable[object]], lease: Lease) -> 
         logger.warning("late_work_failed message_id=%s error=%s", lease.id, type(error).__name__)
 
 
-def _log(lease: Lease, outcome: Again | Dead, error: str) -> None:
-    if not logger.isEnabledFor(logging.WARNING):
-        return
-    envelope = lease.envelope
-    said = (
-        "dead" if isinstance(outcome, Dead) else "retry",
-        envelope.id,
-        envelope.message_type,
-        envelope.subject,
-        envelope.correlation_id,
-        envelope.idempotency_key,
-        lease.attempt,
-        f"{outcome.delay:.1f}" if isinstance(outcome, Again) else "-",
-        error,
-    )
-    # As ``logger.warning`` does it, without looking for the caller on the stack, which is a quarter of the work.
-    logger.handle(logger.makeRecord(logger.name, logging.WARNING, __file__, 0, _FAILED, said, None, "log_failures"))
+def _log(failed: Sequence[tuple[Lease, Again | Dead, str]]) -> None:
+    """Log failures as ``logger.warning`` does, without looking for the caller on the stack for each of them."""
+    # Most of a record is the same for all that are written together, unless somebody makes records of their own.
+    shared: dict[str, Any] | None = None
+    ordinary = logging.getLogRecordFactory() is logging.LogRecord and type(logger).makeRecord is _MAKE_RECORD
+    for lease, outcome, error in failed:
+        envelope = lease.envelope
+        said = (
+            "dead" if isinstance(outcome, Dead) else "retry",
+            envelope.id,
+            envelope.message_type,
+            envelope.subject,
+            envelope.correlation_id,
+            envelope.idempotency_key,
+            lease.attempt,
+            f"{outcome.delay:.1f}" if isinstance(outcome, Again) else "-",
+            error,
+        )
+        if shared is None or not ordinary:
+            record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, _FAILED, said, None, "log_failures")
+            # Taken before anybody handles it, who may change it.
+            shared = record.__dict__.copy()
+        else:
+            record = logging.LogRecord.__new__(logging.LogRecord)
+            record.__dict__ = {**shared, "args": said}
+        logger.handle(record)

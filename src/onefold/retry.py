@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import random
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,10 +26,19 @@ _LATER = {408, 425, 429}
 #: Statuses whose Retry-After is an appointment, not a failure: no attempt is used up.
 _APPOINTMENT = {429, 503}
 
+#: How the names of our own files begin.
+_OURS = os.path.join(os.path.dirname(__file__), "")
 #: Places of stacks whose lines are kept; code that is made while it runs could have any number of them.
 _PLACES_MAX = 4_096
 #: By code and instruction; the code is kept too, so that its id is not given to another.
 _places: dict[tuple[int, int], tuple[str, CodeType]] = {}
+#: Whole stacks that are kept, so that failures that are alike share one text: each may be long.
+_STACKS_MAX = 128
+#: By their places, one after the other; with their code, as above.
+_stacks: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
+
+#: What is not an error of the handler's, and is decided about by what it is.
+_INSTRUCTIONS = (Snooze, Reject, EnvelopeError, KeyReuseError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +103,50 @@ def _failure(error: BaseException, reason: str, status: int | None) -> Failure:
         reason=reason,
         error_type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         error_message=_text(error),
-        stack=_stack(error)[-limits.STACK_TEXT_MAX :],
+        stack=_stack(error.__traceback__),
         status_code=status,
     )
 
 
-def _stack(error: BaseException) -> str:
+def _stack(trace: TracebackType | None) -> str:
     """Write down where it was raised, as Python does, without the marks under each line.
 
     Finding what to mark means parsing the source again, which would cost more than the rest of a failed run.
     """
-    lines: list[str] = []
-    trace = error.__traceback__
-    while trace is not None:
+    places: list[int] = []
+    at = trace
+    while at is not None:
         # The line is not asked for: to find it, Python counts through the function from its beginning.
-        known = _places.get((id(trace.tb_frame.f_code), trace.tb_lasti))
+        places.append(id(at.tb_frame.f_code))
+        places.append(at.tb_lasti)
+        at = at.tb_next
+    key = tuple(places)
+    known = _stacks.get(key)
+    if known is None:
+        if len(_stacks) >= _STACKS_MAX:
+            _stacks.clear()
+        known = _stacks[key] = _write_stack(trace)
+    return known[0]
+
+
+def _write_stack(trace: TracebackType | None) -> tuple[str, list[CodeType]]:
+    """Return a stack as text, and its code.
+
+    How onefold came to call the handler is left out: it is the same for all, and nothing of the handler's.
+    """
+    lines: list[str] = []
+    codes: list[CodeType] = []
+    ours = True
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        codes.append(code)
+        if ours and not code.co_filename.startswith(_OURS):
+            ours = False
+            lines.clear()
+        known = _places.get((id(code), trace.tb_lasti))
         lines.append(_describe(trace) if known is None else known[0])
         trace = trace.tb_next
-    return "".join(lines)
+    return "".join(lines)[-limits.STACK_TEXT_MAX :], codes
 
 
 def _describe(trace: TracebackType) -> str:
@@ -131,13 +167,22 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # it is the handler's code that runs here, and may raise anything
         return "(the exception cannot be printed)"
+    if text.isascii() and "\0" not in text:
+        return text[: limits.ERROR_TEXT_MAX]
     # NUL and lone surrogates cannot be stored as text everywhere.
     return text.encode("utf-8", "replace").decode().replace("\0", "�")[: limits.ERROR_TEXT_MAX]
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status an exception carries, as httpx, requests, aiohttp and urllib do it."""
-    response = _peek(error, "response")
+    try:
+        # Most exceptions have nothing of the kind, which is seen without a call for each name.
+        response = getattr(error, "response", None)
+        if response is getattr(error, "status_code", None) is getattr(error, "status", None) is None:
+            status = getattr(error, "code", None)
+            return status if type(status) is int and 100 <= status <= 599 else None
+    except BaseException:
+        response = _peek(error, "response")
     for holder in (error,) if response is None else (response, error):
         for name in ("status_code", "status", "code"):
             status = _peek(holder, name)
@@ -178,26 +223,30 @@ def _until(text: str, now: int) -> float:
 
 def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int, chance: random.Random) -> Again | Dead:
     """Return what becomes of a message whose handler raised."""
-    if isinstance(error, Snooze):
-        return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
+    if isinstance(error, _INSTRUCTIONS):
+        return _follow(error)
     status = status_of(error)
-    if isinstance(error, Reject):
-        return Dead(_failure(error, "rejected", status))
-    if isinstance(error, EnvelopeError):
-        return Dead(_failure(error, "contract", status))
-    if isinstance(error, KeyReuseError):
-        return Dead(_failure(error, "key reuse", status))
     if isinstance(error, policy.permanent):
         return Dead(_failure(error, "permanent", status))
-    if status in _APPOINTMENT and (wait := _appointment(error, status, now)) is not None:
-        return Again(wait, _failure(error, "throttled", status), counted=False)
-    if status is not None and 400 <= status < 500 and status not in _LATER:
-        return Dead(_failure(error, "permanent", status))
+    if status is not None:
+        if status in _APPOINTMENT and (wait := _appointment(error, status, now)) is not None:
+            return Again(wait, _failure(error, "throttled", status), counted=False)
+        if 400 <= status < 500 and status not in _LATER:
+            return Dead(_failure(error, "permanent", status))
     if lease.attempt >= policy.max_attempts:
         return Dead(_failure(error, "attempts exhausted", status))
     asked = error.after_seconds if isinstance(error, Retry) else None
     delay = policy.delay(lease.attempt, chance) if asked is None else max(DELAY_SECONDS_MIN, asked)
     return Again(delay, _failure(error, "failed", status))
+
+
+def _follow(error: BaseException) -> Again | Dead:
+    """Return what becomes of a message whose handler said so, or that no handler can read or send."""
+    if isinstance(error, Snooze):
+        return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
+    if isinstance(error, Reject):
+        return Dead(failure_of(error, "rejected"))
+    return Dead(failure_of(error, "contract" if isinstance(error, EnvelopeError) else "key reuse"))
 
 
 def _appointment(error: BaseException, status: int | None, now: int) -> float | None:

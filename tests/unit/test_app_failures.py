@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -114,6 +115,77 @@ def test_every_failed_run_leaves_a_line_in_the_log(bench: Bench, caplog: pytest.
         bench.clock.advance(5)
         await bench.work()
         assert sorted(_logged(caplog)) == sorted(("dead", one.id, "2", "-", "ValueError") for one in sent)
+
+    bench.run(scenario)
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_a_stack_begins_in_the_handler(bench: Bench, timeout: float | None) -> None:
+    @bench.app.task(retry=RetryPolicy(max_attempts=1), timeout=timeout)
+    async def fails() -> None:
+        raise ValueError("no")
+
+    async def scenario() -> None:
+        sent = await fails.send()
+        await bench.work()
+        failure = (await bench.record(sent)).failure
+        assert failure is not None
+        assert failure.stack.startswith(f'  File "{__file__}", line ')
+        assert failure.stack.count("  File ") == 1
+
+    bench.run(scenario)
+
+
+def test_what_others_do_to_one_line_of_the_log_is_not_in_the_next(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines that are written together are made together, and each is still a record by itself."""
+
+    @bench.app.task
+    async def fails(number: int) -> None:
+        raise ValueError("no")
+
+    def blacken(record: logging.LogRecord) -> bool:
+        assert isinstance(record.args, tuple)
+        record.seen = hasattr(record, "seen")
+        record.msg, record.args = "blackened %s", record.args[1:2]
+        return True
+
+    async def scenario() -> None:
+        sent = await bench.app.send_many(fails.call(number) for number in range(3))
+        caplog.handler.addFilter(blacken)
+        await bench.work()
+        caplog.handler.removeFilter(blacken)
+        assert sorted(caplog.messages) == sorted(f"blackened {one.id}" for one in sent)
+        assert not any(record.__dict__["seen"] for record in caplog.records)
+
+    bench.run(scenario)
+
+
+def test_who_makes_records_of_their_own_makes_each_of_them(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[logging.LogRecord] = []
+
+    class Numbered(logging.LogRecord):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    @bench.app.task
+    async def fails(number: int) -> None:
+        raise ValueError("no")
+
+    async def scenario() -> None:
+        await bench.app.send_many(fails.call(number) for number in range(3))
+        former = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(Numbered)
+        try:
+            await bench.work()
+        finally:
+            logging.setLogRecordFactory(former)
+        assert len([record for record in made if " attempt=" in record.getMessage()]) == 3
+        assert [record for record in caplog.records if " attempt=" in record.getMessage()] == made
 
     bench.run(scenario)
 

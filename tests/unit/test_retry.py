@@ -186,6 +186,8 @@ def test_the_source_of_a_place_is_looked_for_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(retry, "_places", {})
     monkeypatch.setattr(retry, "_PLACES_MAX", 3)
+    monkeypatch.setattr(retry, "_stacks", {})
+    monkeypatch.setattr(retry, "_STACKS_MAX", 2)
     monkeypatch.setattr(linecache, "getline", getline)
     failures = [failure_of(_raised(4), "failed") for _ in range(10)]
     assert len(set(failures)) == 1
@@ -197,6 +199,24 @@ def test_the_source_of_a_place_is_looked_for_once(monkeypatch: pytest.MonkeyPatc
             exec(compile(code, f"made-{number}", "exec"))
         assert f'"made-{number}", line 8, in <module>' in failure_of(caught.value, "failed").stack
         assert len(retry._places) <= 3, "code that is made while it runs does not fill the memory"
+        assert len(retry._stacks) <= 2, "nor do its stacks"
+
+
+def test_failures_in_the_same_place_share_one_stack() -> None:
+    first, second, other = (failure_of(_raised(depth), "failed").stack for depth in (3, 3, 5))
+    assert first is second
+    assert other.count("in _raise\n") == first.count("in _raise\n") + 2
+
+
+def test_a_failure_of_our_own_keeps_its_stack() -> None:
+    """Only how onefold came to call a handler is left out, which says nothing of either."""
+    with pytest.raises(ConfigurationError) as caught:
+        limits.check_step_name("step", "")
+    called = caught.value.__traceback__
+    assert called is not None
+    for trace, files in ((called, 2), (called.tb_next, 1)):
+        stack = failure_of(caught.value.with_traceback(trace), "failed").stack
+        assert (stack.count("  File "), "in check_step_name" in stack) == (files, True)
 
 
 @pytest.mark.parametrize(
