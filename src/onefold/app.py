@@ -15,6 +15,7 @@ from onefold import limits
 from onefold.announcing import announced
 from onefold.bulk import put_all
 from onefold.clock import Clock, Ids, SystemClock, system_random
+from onefold.connecting import TransportVerbs
 from onefold.declaring import TaskVerbs
 from onefold.envelope import Envelope, check
 from onefold.errors import ConfigurationError, KeyReuseError, TransactionOpenError, seconds
@@ -22,7 +23,6 @@ from onefold.execution import Execution
 from onefold.fleet import WorkerSettings, worker_name
 from onefold.inside import current
 from onefold.operating import OperatorVerbs
-from onefold.publishing import EventVerbs
 from onefold.receipt import Receipt, Source
 from onefold.recurring import Keeper
 from onefold.registry import Registry
@@ -50,7 +50,7 @@ URL_VARIABLE = "ONEFOLD_URL"
 _REDRIVE = PutOptions(if_dead="redrive")
 
 
-class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
+class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
     """Handlers and the store their messages rest in.
 
     ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.
@@ -297,6 +297,7 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
     ) -> int:
         """Work as ``work`` does, with everything said; ``begin`` is called when all is open and nothing is claimed."""
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._open_transports())
             resources = await stack.enter_async_context(self._lifespan()) if self._lifespan else None
             execution = Execution(
                 self.store,
@@ -310,7 +311,7 @@ class App(TaskVerbs, EventVerbs, WorkflowVerbs, OperatorVerbs):
             )
             await stack.enter_async_context(execution)
             ticker = Ticker(self.store, self._clock, self._chance, self._registry, self._complete)
-            worker = Worker(execution, settings, slots, ticker)
+            worker = Worker(execution, settings, slots, ticker, self._intakes())
             self._workers.append(worker)
             try:
                 if begin is not None:

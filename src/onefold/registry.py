@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from onefold.gate import Gating
 from onefold.schedule import Catchup
 from onefold.task import Task
 from onefold.timetable import Timetable
+from onefold.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,18 @@ class Recurring:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Inlet:
+    """A stream of a broker whose entries become messages here."""
+
+    transport: Transport
+    source: str
+    #: Only these are taken; None for every task and topic of the app.
+    types: frozenset[str] | None = None
+    #: How entries are read that hold no envelope of onefold's.
+    read: Callable[[bytes], Envelope] | None = None
+
+
 class Registry:
     """The tasks of one app by name; of one that has several versions, the newest."""
 
@@ -45,6 +59,15 @@ class Registry:
         self.hooks: dict[str, Task[Any, Any]] = {}
         #: Those of them that recur.
         self.recurring: dict[str, Recurring] = {}
+        #: What is received from brokers, by its source.
+        self.inlets: dict[str, Inlet] = {}
+        #: The brokers that are received from and relayed to.
+        self.transports: list[Transport] = []
+
+    def add_transport(self, transport: Transport) -> None:
+        """Have it opened by workers."""
+        if not any(one is transport for one in self.transports):
+            self.transports.append(transport)
 
     def add(self, task: Task[Any, Any]) -> None:
         """Register a task; two with one name, or one name and version if it is pinned, are refused."""

@@ -14,6 +14,7 @@ from onefold.chain import Chain
 from onefold.chronicle import Chronicle
 from onefold.context import Context
 from onefold.effects import LedgerEntry
+from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError
 from onefold.identity import KeySource
 from onefold.inspection import DeadGroup, DeadLetter
@@ -28,6 +29,7 @@ from onefold.store import Counts, Progress, Query, Record
 from onefold.subscription import Subscription
 from onefold.task import Call, Sendable, Task
 from onefold.topic import Topic
+from onefold.transport import Transport
 from onefold.undo import Never
 from onefold.waiting import SyncDeadLetter, SyncDebounced, SyncReceipt, SyncSchedule, SyncTask, SyncTopic
 from onefold.workflow import Run
@@ -155,6 +157,24 @@ class SyncVerbs:
     def on(self, event: Topic[Any] | SyncTopic[Any] | str, /, **settings: Any) -> Any:
         """Declare a task that is sent a copy of every event of this name; see ``App.on``."""
         return Declare(self, self.app.on(event if isinstance(event, str) else event.name, **settings))
+
+    def receive(
+        self,
+        transport: Transport,
+        source: str,
+        /,
+        *,
+        types: Sequence[str] | None = None,
+        read: Callable[[bytes], Envelope] | None = None,
+    ) -> None:
+        """Declare that workers take in what others publish to a stream; see ``App.receive``."""
+        self.app.receive(transport, source, types=types, read=read)
+
+    def relay(
+        self, event: Topic[Any] | SyncTopic[Any] | str, /, *, to: Transport, stream: str, **settings: Any
+    ) -> None:
+        """Declare that every event of this name is published to a stream; see ``App.relay``."""
+        self.app.relay(event if isinstance(event, str) else event.name, to=to, stream=stream, **settings)
 
     def subscribe(self) -> list[Subscription]:
         """Make the subscriptions of this app durable, as each of its workers does when it starts; returns them."""

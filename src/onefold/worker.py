@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 from onefold import limits
+from onefold.bridge import Intake
 from onefold.claiming import Claimer
 from onefold.clock import MICROSECONDS
 from onefold.errors import StoreUnavailableError
@@ -45,14 +47,16 @@ class Worker:
         settings: WorkerSettings,
         slots: Slots | None = None,
         ticker: Ticker | None = None,
+        intakes: Sequence[Intake] = (),
     ) -> None:
         self._execution = execution
         self._store = execution.store
         self._clock = execution.clock
         self._settings = settings
         self._slots = slots
-        # A process for suspects may die at any moment; the others tick.
+        # A process for suspects may die at any moment; the others tick, and receive from brokers.
         self._ticker = None if settings.lane is Lane.PROBATION else ticker
+        self._intakes = () if settings.lane is Lane.PROBATION else intakes
         self._gatings = execution.registry.gatings
         self._limited = limited_names(self._gatings)
         types = execution.registry.types()
@@ -106,6 +110,8 @@ class Worker:
             others.append(asyncio.create_task(roll.vouch(self._describe), name="onefold-voucher"))
         if self._ticker is not None and not self._settings.until_idle:
             others.append(asyncio.create_task(self._ticker.run(), name="onefold-ticker"))
+        if not self._settings.until_idle:
+            others += [asyncio.create_task(one.run(), name="onefold-intake") for one in self._intakes]
         claimer = asyncio.create_task(self._claim(), name="onefold-claimer")
         stopping = asyncio.create_task(self._stopping.wait(), name="onefold-stopping")
         try:
@@ -132,6 +138,8 @@ class Worker:
         await keep_subscribed(self._store, self._clock, self._execution.registry)
         if self._ticker is not None and self._settings.until_idle:
             await self._ticker.catch_up()
+        if self._settings.until_idle:
+            await asyncio.gather(*(one.catch_up() for one in self._intakes))
         while not self._stopping.is_set():
             if self._suspects:
                 await self._let_a_suspect_run()

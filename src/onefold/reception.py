@@ -1,0 +1,154 @@
+"""The edges: what becomes of an entry that a broker delivered: a message of this app, or a letter that says why not.
+
+A letter is an ordinary message of a type of its own, put and acknowledged like every other, so that nothing is lost and
+nothing is delivered over and over.  Its handler looks at the entry again, which is why it ends as a dead letter; when
+the code has learned to read it, redriving the letter takes the entry in after all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from onefold import limits
+from onefold.clock import MICROSECONDS
+from onefold.codec import fingerprint_of
+from onefold.context import Context
+from onefold.envelope import Envelope, check, from_json, to_json
+from onefold.errors import EnvelopeError, LimitError, OnefoldError, Snooze
+from onefold.isolation import DecidedError
+from onefold.options import RESERVED, reserved
+from onefold.recurring import Complete
+from onefold.registry import Inlet, Registry
+from onefold.retry import failure_of
+from onefold.store import Dead
+from onefold.task import Task
+from onefold.topic import Topic
+from onefold.transport import Delivery
+
+logger = logging.getLogger("onefold")
+
+#: Names that begin like this are onefold's own; nobody outside may send to them.
+OWN = "onefold."
+#: The type of the letters.
+REFUSED = f"{OWN}refused"
+
+
+class UnknownTypeError(EnvelopeError):
+    """An entry of a type that this app does not take; a newer worker may."""
+
+
+class Reception:
+    """Turns deliveries into messages of one app."""
+
+    def __init__(self, registry: Registry, fresh_id: Callable[[], str], complete: Complete) -> None:
+        self._registry = registry
+        self._fresh_id = fresh_id
+        self._complete = complete
+
+    # taking in
+
+    def admit_or_refuse(self, inlet: Inlet, delivery: Delivery) -> Envelope:
+        """Return the message that a delivery is, or the letter about it."""
+        try:
+            return self.admit(inlet, delivery.content)
+        except Exception as error:
+            # Also what a reader or an on_send of the user's own raises: the letter tells, and can be redriven.
+            return self.refuse(inlet, delivery, type(error).__name__)
+
+    def admit(self, inlet: Inlet, content: Envelope | bytes) -> Envelope:
+        """Return the message that an entry is.  Raises ``EnvelopeError`` if it is none, or none for this app."""
+        sent = content if isinstance(content, Envelope) else (inlet.read or from_json)(content)
+        name = sent.message_type
+        task = self._registry.tasks.get(name)
+        if task is None or name.startswith(OWN) or name not in (inlet.types or (name,)):
+            raise UnknownTypeError("message_type", f"{name!r} is not taken from {inlet.source!r}")
+        return self._complete(_message_of(sent, task, self._fresh_id()))
+
+    # refusing
+
+    def refuse(self, inlet: Inlet, delivery: Delivery, why: str) -> Envelope:
+        """Return the letter about a delivery; the same one however often it is delivered."""
+        content = delivery.content
+        body = content if isinstance(content, bytes) else to_json(content)
+        entry = str(delivery.handle)[: limits.ID_BYTES_MAX]
+        digest = fingerprint_of(f"{entry}\0".encode() + body).hex()
+        letter = self._registry.tasks[REFUSED].options(key=f"{inlet.source}/{digest}", subject=inlet.source)
+        call = letter.call(inlet.source, entry, body[: limits.REFUSED_BYTES_MAX], len(body))
+        # As it is: an on_send that refuses it would have it delivered for ever.
+        envelope = call.envelope(self._fresh_id())
+        logger.warning("refused source=%s entry=%s error=%s message_id=%s", inlet.source, entry, why, envelope.id)
+        return envelope
+
+    async def look_again(self, ctx: Context, source: str, entry: str, body: bytes, size: int) -> None:
+        """Take in an entry that was refused, or say why it stays so; the handler of the letters."""
+        inlet = self._registry.inlets.get(source)
+        try:
+            if inlet is None:
+                raise UnknownTypeError("source", f"nothing is received from {source!r} any more")
+            if size > len(body):
+                raise LimitError(
+                    "envelope",
+                    f"has {size} bytes; at most {limits.ENVELOPE_BYTES_MAX} are allowed; its beginning is kept here, "
+                    f"and all of it is entry {entry} of {source!r} for as long as that keeps it",
+                )
+            ctx.buffer.take([self.admit(inlet, body)], ())
+        except UnknownTypeError as error:
+            waited = ctx.leases[0].claimed_at - ctx.message.created_at
+            if waited < limits.UNKNOWN_TYPE_SECONDS * MICROSECONDS:
+                raise Snooze(after=limits.UNKNOWN_TYPE_LOOK_SECONDS, reason=str(error)) from None
+            raise _dead(error, "unknown type") from None
+        except EnvelopeError as error:
+            raise _dead(error, "malformed") from None
+
+
+def _dead(error: OnefoldError, reason: str) -> DecidedError:
+    return DecidedError(type(error).__name__, str(error), Dead(failure_of(error, reason)))
+
+
+def _message_of(sent: Envelope, task: Task[Any, Any], id_: str) -> Envelope:
+    """Return the message that brings a foreign envelope to a task of this app.
+
+    It has an id of its own, because ids of others may be anything, and the sender's key; one that was sent without a
+    key is known by the sender's id.  Where it waits and for how long is this app's to say.
+    """
+    key = sent.idempotency_key if sent.keyed else sent.id
+    if key.startswith(RESERVED):
+        raise EnvelopeError("idempotency_key", reserved(key))
+    return check(
+        Envelope(
+            id=id_,
+            message_type=task.name,
+            schema_version=sent.schema_version,
+            queue=task.queue,
+            idempotency_key=key,
+            correlation_id=sent.correlation_id,
+            causation_id=sent.id,
+            subject=sent.subject,
+            payload_inline=sent.payload_inline,
+            payload_ref=sent.payload_ref,
+            fingerprint=_fingerprint(sent, task),
+            ordering_key=sent.ordering_key,
+            sequence=None if sent.ordering_key is None else sent.sequence,
+            priority=0 if sent.ordering_key is not None else task.gate.priority,
+            trace=sent.trace,
+            tags=sent.tags,
+            occurrence=sent.occurrence,
+            retention=task.retention,
+            pinned=task.pinned,
+            saga=task.saga,
+        )
+    )
+
+
+def _fingerprint(sent: Envelope, task: Task[Any, Any]) -> bytes:
+    """Return what a send of the same arguments from this app has, so that the two are known to be the same work."""
+    payload = sent.payload_inline or b""
+    if not isinstance(task, Topic) and task.understands(sent):
+        try:
+            bound = task.signature.bind((), task.signature.decode(payload))
+            return task.signature.encode(bound)[1]
+        except (EnvelopeError, TypeError):
+            pass  # its handler will not run, and the dead letter says what is wrong
+    return fingerprint_of(payload)
