@@ -1,0 +1,500 @@
+"""Redis ends, is away or forgets, while programs publish and workers receive and relay.
+
+Every run has a foreign program that publishes by itself, a shop that relays its events, and a service that receives
+both and leaves a row for each.  A server that keeps its log costs time and nothing else; one that does not is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from fault_scene import TABLES, run, until
+
+from onefold import App, ConfigurationError, Context, Envelope, Query, State, TransportUnavailableError, limits
+from onefold.testing import FakeClock
+from onefold.testing.brokers import DURABLE, RedisServer
+from onefold.testing.checker import Effect, Final, Journal, check
+from onefold.testing.proxy import Proxy
+from onefold.transports.redis import RedisTransport
+
+PUBLISHERS = 3
+#: How often the server is killed, and how many more effects are waited for in between.
+KILLS, DONE_BETWEEN = 3, 15
+#: One process has a reader and a few handlers; each tries again after a pause that grows, and one tries for all.
+CONNECTIONS_PER_SECOND_MAX = 40
+
+
+@pytest.fixture(autouse=True)
+def _quick_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back within a moment after the server is: otherwise the tests would only wait."""
+    monkeypatch.setattr(limits, "RELAY_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "RELAY_PAUSE_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(limits, "INTAKE_LEASE", 1.0)
+
+
+@pytest.fixture
+def other_url(tmp_path: Path) -> str:
+    """The store of the shop, which is not that of the service."""
+    return f"sqlite:///{tmp_path}/shop.db"
+
+
+def envelope(key: str) -> Envelope:
+    return Envelope(
+        id=f"foreign-{key}",
+        message_type="order.placed",
+        queue="orders",
+        idempotency_key=key,
+        correlation_id="c",
+        causation_id="c",
+        subject=key,
+        payload_inline=b'"%s"' % key.encode(),
+    )
+
+
+class Scene:
+    """A shop that relays its orders, foreign publishers beside it, and a service that leaves a row per order."""
+
+    def __init__(self, url: str, shop_url: str, broker: str, **options: Any) -> None:
+        self.journal = Journal()
+        self.broker = RedisTransport(broker, group="service", wait=0.05, **options)
+        self.publisher = RedisTransport(broker, **options)
+        self.shop = App(shop_url)
+        self.placed = self.shop.topic("order.placed", str, key="{event}")
+        self.shop.relay(self.placed, to=self.broker, stream="orders")
+        self.service = App(url)
+        self.service.receive(self.broker, "orders")
+        self.unknown = 0
+        self._stopping = False
+        insert = f"INSERT INTO effect VALUES ({', '.join(['?' if url.startswith('sqlite') else '%s'] * 3)})"
+
+        @self.service.on("order.placed")
+        async def pay(ctx: Context, order: str) -> None:
+            await ctx.execute(insert, order, ctx.message.id, ctx.fence)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        for app in (self.shop, self.service):
+            await app.migrate()
+        async with self.shop, self.service:
+            async with self.service.transaction() as transaction:
+                for statement in TABLES:
+                    await transaction.execute(statement)
+            for app in (self.shop, self.service):
+                await app.subscribe()
+            yield
+        await self.publisher.close()
+
+    @asynccontextmanager
+    async def traffic(self) -> AsyncIterator[None]:
+        """Have everybody at work, then let them finish, and judge."""
+        working = [asyncio.create_task(app.work()) for app in (self.shop, self.service)]
+        publishing = [asyncio.create_task(self._publish(number)) for number in range(PUBLISHERS)]
+        publishing.append(asyncio.create_task(self._place()))
+        try:
+            yield
+            self._stopping = True
+            await asyncio.gather(*publishing)
+            await until(self.is_quiet)
+        finally:
+            for app in (self.shop, self.service):
+                app.stop_working()
+        # The workers that were there before are there still.
+        await asyncio.gather(*working)
+
+    async def _publish(self, number: int) -> None:
+        """Publish one after the other, as a careful program does: what was not accepted is published again."""
+        count = 0
+        while not self._stopping:
+            key = f"foreign.{number}.{count}"
+            self.journal.invoke("foreign", key)
+            while True:
+                try:
+                    await self.publisher.publish([envelope(key)])
+                    break
+                except TransportUnavailableError:
+                    self.unknown += 1
+                    self.journal.unknown("foreign", key)
+                    await asyncio.sleep(0.02)
+            self.journal.ok("foreign", key)
+            count += 1
+            await asyncio.sleep(0.004)
+
+    async def _place(self) -> None:
+        count = 0
+        while not self._stopping:
+            self.journal.invoke("shop", f"shop.{count}")
+            await self.placed.publish(f"shop.{count}")
+            self.journal.ok("shop", f"shop.{count}")
+            count += 1
+            await asyncio.sleep(0.01)
+
+    async def effects(self) -> list[Effect]:
+        return [Effect(*row) for row in await self.service.store.fetch("SELECT key, message, fence FROM effect")]
+
+    async def is_quiet(self) -> bool:
+        """Whether every order that was accepted has had its effect, and nothing is on its way any more."""
+        accepted = {entry.key for entry in self.journal.entries if entry.event == "ok"}
+        if not accepted <= {effect.key for effect in await self.effects()}:
+            return False
+        counts = [one for app in (self.shop, self.service) for one in (await app.count()).values()]
+        return not any(one.scheduled or one.leased for one in counts)
+
+    async def more_effects(self, number: int) -> None:
+        wanted = len(await self.effects()) + number
+
+        async def enough() -> bool:
+            return len(await self.effects()) >= wanted
+
+        await until(enough)
+
+    async def verdict(self) -> None:
+        """Nothing accepted is lost, one message and one effect per key, and no attempt was used up."""
+        effects = await self.effects()
+        finals = []
+        for app in (self.shop, self.service):
+            after = ""
+            while page := await app.find(Query(after=after, limit=1_000)):
+                after = page[-1].envelope.id
+                for one in page:
+                    assert (one.state, one.attempt) == (State.DONE, 0), f"{one}: {one.failure}"
+                    if app is self.service and one.envelope.message_type == "pay":
+                        finals.append(Final(one.envelope.id, one.envelope.subject, one.state))
+        report = check(self.journal, effects, finals)
+        assert not report, report
+        assert {effect.key.partition(".")[0] for effect in effects} == {"shop", "foreign"}
+
+
+@pytest.mark.parametrize("appendfsync", ["always", "everysec"])
+def test_a_server_with_its_log_that_is_killed_and_comes_back_loses_nothing(
+    appendfsync: str, store_url: str, other_url: str, redis_program: Path
+) -> None:
+    """Faults 6, 16 and 34: kill -9 in the middle of publishing, receiving and relaying, again and again."""
+    with RedisServer(redis_program, settings={**DURABLE, "appendfsync": appendfsync}) as server:
+
+        async def scenario() -> None:
+            async with Proxy("127.0.0.1", server.port) as proxy:
+                scene = Scene(store_url, other_url, proxy.through(server.url()))
+                async with scene.open():
+                    async with scene.traffic():
+                        for _ in range(KILLS):
+                            await scene.more_effects(DONE_BETWEEN)
+                            await asyncio.to_thread(server.kill)
+                            await asyncio.sleep(0.2)
+                            await asyncio.to_thread(server.restart)
+                        await scene.more_effects(DONE_BETWEEN)
+                    assert scene.unknown > 0, "nobody was publishing when the server died"
+                    assert proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX, proxy.busiest_second()
+                    await scene.verdict()
+
+        run(scenario)
+
+
+def test_a_server_that_is_shut_down_and_started_again_loses_nothing(
+    sqlite_url: str, other_url: str, redis_program: Path
+) -> None:
+    """Fault 6: the orderly way."""
+    with RedisServer(redis_program) as server:
+
+        async def scenario() -> None:
+            scene = Scene(sqlite_url, other_url, server.url())
+            async with scene.open():
+                async with scene.traffic():
+                    await scene.more_effects(DONE_BETWEEN)
+                    await asyncio.to_thread(server.restart)
+                    await scene.more_effects(DONE_BETWEEN)
+                await scene.verdict()
+
+        run(scenario)
+
+
+def test_answers_of_the_server_that_are_lost_repeat_nothing(store_url: str, other_url: str, redis_url: str) -> None:
+    """Faults 5 and 16: what was published, pulled or acknowledged without anybody hearing of it."""
+
+    async def scenario() -> None:
+        port = int(redis_url.rpartition(":")[2].partition("/")[0])
+        async with Proxy("127.0.0.1", port) as proxy:
+            scene = Scene(store_url, other_url, proxy.through(redis_url))
+            async with scene.open():
+                async with scene.traffic():
+                    for _ in range(12):
+                        await scene.more_effects(3)
+                        proxy.lose_next_reply()
+                    await scene.more_effects(DONE_BETWEEN)
+                assert scene.unknown > 0, "no answer to a publisher was lost"
+                await scene.verdict()
+
+    run(scenario)
+
+
+def test_however_many_are_talking_when_a_connection_breaks_only_errors_of_ours_leave(redis_url: str) -> None:
+    """Fault 9: cut off while they connect, ask and wait, again and again; the driver's own words never come out."""
+    clock = FakeClock()
+
+    async def scenario() -> None:
+        port = int(redis_url.rpartition(":")[2].partition("/")[0])
+        async with Proxy("127.0.0.1", port) as proxy:
+            broker = RedisTransport(proxy.through(redis_url), group="service", wait=0.01, clock=clock)
+            outcomes: list[object] = []
+            for number in range(60):
+                calls = [broker.publish([envelope(f"{number}.{place}")]) for place in range(6)]
+                calls.append(broker.pull("orders", limit=10, lease=0.0))
+                talking = [asyncio.create_task(call) for call in calls]
+                await asyncio.sleep(number / 20_000)
+                proxy.cut()
+                outcomes += await asyncio.gather(*talking, return_exceptions=True)
+                clock.advance(limits.TRANSPORT_PAUSE_SECONDS_MAX)
+            failed = [one for one in outcomes if isinstance(one, BaseException)]
+            assert len(failed) > 20, "too little was broken"
+            assert {type(one) for one in failed} == {TransportUnavailableError}, failed
+            await broker.publish([envelope("after")])
+            await broker.close()
+
+    run(scenario)
+
+
+# a worker dies
+
+
+WORKER = """
+import asyncio, os, signal, sys
+from onefold import App
+from onefold.transports.redis import RedisTransport
+
+class Mortal(RedisTransport):
+    async def ack(self, deliveries):
+        print(len(deliveries), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+app = App(sys.argv[1])
+app.receive(Mortal(sys.argv[2], group="service", wait=0.05), "orders")
+
+@app.on("order.placed")
+async def pay(order: str) -> None: ...
+
+async def main():
+    async with app:
+        await app.work(lease=1)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_killed_between_put_and_acknowledgement_repeats_nothing(
+    store_url: str, other_url: str, redis_url: str
+) -> None:
+    """Faults 1 and 16: what it had put is delivered again, is a duplicate, and is acknowledged."""
+
+    async def scenario() -> None:
+        scene = Scene(store_url, other_url, redis_url)
+        async with scene.open():
+            await scene.publisher.publish([envelope(f"k{number}") for number in range(10)])
+            killed = await asyncio.to_thread(
+                subprocess.run, [sys.executable, "-c", WORKER, store_url, redis_url], capture_output=True, timeout=30
+            )
+            assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+            put = [one for one in await scene.service.find(Query()) if one.envelope.message_type == "order.placed"]
+            assert len(put) == int(killed.stdout) == 10
+            with redis.Redis.from_url(redis_url) as client:
+                assert client.xpending("orders", "service")["pending"] == 10
+            working = asyncio.create_task(scene.service.work())
+
+            async def all_acknowledged() -> bool:
+                with redis.Redis.from_url(redis_url) as client:
+                    return bool(client.xpending("orders", "service")["pending"] == 0)
+
+            await until(all_acknowledged)
+
+            async def all_done() -> bool:
+                return len(await scene.effects()) >= 10
+
+            await until(all_done)
+            scene.service.stop_working()
+            await working
+            assert sorted(effect.key for effect in await scene.effects()) == [f"k{number}" for number in range(10)]
+            put = [one for one in await scene.service.find(Query()) if one.envelope.message_type == "order.placed"]
+            assert len(put) == 10
+
+    run(scenario)
+
+
+# servers that forget
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("appendonly", "no"), ("maxmemory-policy", "allkeys-lru"), ("maxmemory-policy", "volatile-ttl")],
+)
+def test_a_server_that_would_forget_is_refused_with_the_setting_and_the_remedy(
+    setting: str, value: str, sqlite_url: str, other_url: str, redis_program: Path
+) -> None:
+    """Fault 6: before anything is claimed, received or published."""
+    with RedisServer(redis_program, settings={**DURABLE, setting: value}) as server:
+
+        async def scenario() -> None:
+            scene = Scene(sqlite_url, other_url, server.url())
+            async with scene.open():
+                await scene.placed.publish("order")
+                for refused in (scene.shop.work(), scene.service.work(), scene.publisher.publish([envelope("k")])):
+                    with pytest.raises(ConfigurationError, match=f"{setting} is {value}, so .* set `{setting} "):
+                        await refused
+                with redis.Redis.from_url(server.url()) as client:
+                    assert client.dbsize() == 0
+                assert (await scene.shop.count())["default"].scheduled == 1
+
+        run(scenario)
+
+
+def test_onefold_worker_does_not_start_on_a_server_that_would_forget(tmp_path: Path, redis_program: Path) -> None:
+    """Fault 6: the command says why, and how to mend it."""
+    with RedisServer(redis_program, settings={**DURABLE, "appendonly": "no"}) as server:
+        (tmp_path / "shop.py").write_text(
+            "from onefold import App\n"
+            "from onefold.transports.redis import RedisTransport\n"
+            "app = App('sqlite:///shop.db')\n"
+            f"app.receive(RedisTransport('{server.url()}', group='shop'), 'orders')\n"
+        )
+        command = [sys.executable, "-m", "onefold", "worker", "shop:app"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "appendonly is no" in said
+    assert "set `appendonly yes`" in said
+
+
+def test_a_server_that_comes_back_with_other_settings_is_refused(
+    sqlite_url: str, other_url: str, redis_program: Path
+) -> None:
+    """Fault 6: it was durable when the worker started; it is looked at again when it is connected to again."""
+    with RedisServer(redis_program) as server:
+
+        async def scenario() -> None:
+            scene = Scene(sqlite_url, other_url, server.url())
+            async with scene.open():
+                await scene.publisher.publish([envelope("k")])
+                working = asyncio.create_task(scene.service.work())
+                await scene.more_effects(1)
+                await asyncio.to_thread(server.kill)
+                server.settings["appendonly"] = "no"
+                await asyncio.to_thread(server.restart)
+                with pytest.raises(ConfigurationError, match="appendonly is no"):
+                    await working
+
+        run(scenario)
+
+
+def test_a_server_may_be_allowed_to_forget_and_then_does(sqlite_url: str, other_url: str, redis_program: Path) -> None:
+    """Fault 6: this is what is refused otherwise; what the stores had accepted is not lost even so."""
+    with RedisServer(redis_program, settings={"appendonly": "no"}) as server:
+
+        async def scenario() -> None:
+            scene = Scene(sqlite_url, other_url, server.url(), allow_volatile=True)
+            async with scene.open():
+                await scene.publisher.publish([envelope("taken in")])
+                assert scene.publisher.capabilities.durability == "nothing"
+                receiving = asyncio.create_task(scene.service.work())
+                await scene.more_effects(1)
+                scene.service.stop_working()
+                await receiving
+                await scene.publisher.publish([envelope("accepted by the server alone")])
+                await asyncio.to_thread(server.kill)
+                await scene.placed.publish("in the store")
+                await asyncio.to_thread(server.restart)
+                working = [asyncio.create_task(app.work()) for app in (scene.shop, scene.service)]
+                await scene.more_effects(1)
+                for app in (scene.shop, scene.service):
+                    app.stop_working()
+                await asyncio.gather(*working)
+                assert sorted(effect.key for effect in await scene.effects()) == ["in the store", "taken in"]
+
+        run(scenario)
+
+
+# servers that are away
+
+
+#: Seconds of the test's own clock for which the server is away, and between two looks of the worker.
+AWAY_SECONDS, LOOK_SECONDS = 600, 5
+
+
+def test_a_server_that_is_away_for_long_is_asked_at_a_bounded_rate_and_burns_no_attempt(
+    store_url: str, redis_server: RedisServer, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 34: a quarter of an hour of resets, on a clock of our own, while other work is done; then everything is."""
+    monkeypatch.undo()
+    clock = FakeClock()
+    done: list[str] = []
+
+    async def scenario() -> None:
+        async with Proxy("127.0.0.1", redis_server.port, clock=clock) as proxy:
+            broker = RedisTransport(proxy.through(redis_url), group="service", wait=0.01, clock=clock)
+            app = App(store_url, clock=clock)
+            placed = app.topic("order.placed", str)
+            app.relay(placed, to=broker, stream="orders")
+            app.receive(broker, "orders", types=["nothing"])
+
+            @app.task
+            async def other(name: str) -> None:
+                done.append(name)
+
+            await app.migrate()
+            async with app:
+                await app.subscribe()
+                await proxy.switch("reset")
+                for number in range(20):
+                    await placed.publish(str(number))
+                for _ in range(0, AWAY_SECONDS, LOOK_SECONDS):
+                    await app.work(until_idle=True)
+                    clock.advance(LOOK_SECONDS)
+                await other.send("meanwhile")
+                await app.work(until_idle=True)
+                assert done == ["meanwhile"]
+                tries = len(proxy.connected_at)
+                assert AWAY_SECONDS / 60 < tries <= 2 * AWAY_SECONDS / LOOK_SECONDS, tries
+                copies = await app.find(Query(message_type="order.placed.to.orders"))
+                assert [(one.state, one.attempt) for one in copies] == [(State.SCHEDULED, 0)] * 20
+                await proxy.switch("pass")
+                clock.advance(limits.RELAY_PAUSE_SECONDS_MAX)
+                await app.work(until_idle=True)
+                with redis.Redis.from_url(redis_url) as client:
+                    assert client.xlen("orders") == 20
+
+    run(scenario)
+
+
+def test_a_worker_starts_while_the_server_is_away_and_receives_when_it_comes(
+    sqlite_url: str, other_url: str, redis_program: Path
+) -> None:
+    """Fault 34: what needs no broker is done meanwhile, and nobody has to start it again."""
+    with RedisServer(redis_program) as server:
+        server.kill()
+
+        async def scenario() -> None:
+            scene = Scene(sqlite_url, other_url, server.url())
+            async with scene.open():
+                working = [asyncio.create_task(app.work()) for app in (scene.shop, scene.service)]
+                await scene.placed.publish("order")
+
+                async def copied() -> bool:
+                    return bool(await scene.shop.find(Query(message_type="order.placed.to.orders")))
+
+                await until(copied)
+                await asyncio.to_thread(server.restart)
+                await scene.more_effects(1)
+                for app in (scene.shop, scene.service):
+                    app.stop_working()
+                await asyncio.gather(*working)
+
+        run(scenario)
