@@ -21,6 +21,9 @@ import typer
 
 from onefold import App, errors, limits
 from onefold.store import MOVES, Capabilities
+from onefold.testing.brokers import DURABLE, RedisServer
+from onefold.transport import TransportCapabilities
+from onefold.transports.redis import RedisTransport
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")])
@@ -128,6 +131,8 @@ def test_every_python_block_of_the_page_runs(
     blocks = [block for block in blocks_of(page) if block.language == "python"]
     if any("postgresql" in block.words for block in blocks):
         monkeypatch.setenv("ONEFOLD_URL", request.getfixturevalue("postgres_url"))
+    if any("redis" in block.words for block in blocks):
+        monkeypatch.setenv("REDIS_URL", request.getfixturevalue("redis_url"))
     asyncio.run(asyncio.wait_for(run_page(blocks), 120))
 
 
@@ -257,6 +262,23 @@ def test_the_table_of_stores_says_what_the_stores_say(workshop: Path, postgres_u
         url = postgres_url if name.startswith("`postgresql") else name.strip("`").replace("…", "shop.db")
         facts = asyncio.run(facts_of(url))
         yes = ["yes" if fact else "no" for fact in (facts.transactional, facts.shared, facts.notifies)]
+        assert said == [*yes, facts.durability], name
+
+
+def test_the_table_of_transports_says_what_the_transports_say(redis_program: Path) -> None:
+    async def facts_of(url: str) -> TransportCapabilities:
+        transport = RedisTransport(url, allow_volatile=True)
+        await transport.open()
+        await transport.close()
+        return transport.capabilities
+
+    rows = table_after(GUARANTEES, "transports")
+    assert rows
+    for name, *said in rows:
+        (setting,) = re.findall(r"`(append\w+) (\w+)`", name)
+        with RedisServer(redis_program, settings={**DURABLE, setting[0]: setting[1]}) as server:
+            facts = asyncio.run(facts_of(server.url()))
+        yes = ["yes" if fact else "no" for fact in (facts.native_deduplication, facts.native_retrial, facts.ordered)]
         assert said == [*yes, facts.durability], name
 
 
