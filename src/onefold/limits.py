@@ -226,8 +226,8 @@ INTAKE_BATCH = 100
 INTAKE_LEASE = 30.0
 #: A worker that stops waits for its last pull, so a pull that finds nothing waits no longer than this.
 PULL_WAIT_SECONDS = 0.5
-#: An entry that cannot be read is kept as base64 in a payload; of a longer one the beginning is kept, and where it is.
-REFUSED_BYTES_MAX = 65_536
+#: So much of an entry that is refused fits as base64 into a payload; of a longer one only the beginning is kept.
+REFUSED_BYTES_MAX = 72_000
 #: An entry of a type that this app does not know waits this long for a newer worker, looked at this often.
 UNKNOWN_TYPE_SECONDS, UNKNOWN_TYPE_LOOK_SECONDS = 3_600.0, 30.0
 #: A broker that cannot be reached is tried again after a pause that doubles from the first figure up to the second.

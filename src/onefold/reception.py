@@ -62,7 +62,8 @@ class Reception:
         sent = content if isinstance(content, Envelope) else (inlet.read or from_json)(content)
         name = sent.message_type
         task = self._registry.tasks.get(name)
-        if task is None or name.startswith(OWN) or name not in (inlet.types or (name,)):
+        wanted = inlet.types is None or name in inlet.types
+        if task is None or not wanted or name.startswith(OWN):
             raise UnknownTypeError("message_type", f"{name!r} is not taken from {inlet.source!r}")
         return self._complete(_message_of(sent, task, self._fresh_id()))
 
@@ -88,11 +89,7 @@ class Reception:
             if inlet is None:
                 raise UnknownTypeError("source", f"nothing is received from {source!r} any more")
             if size > len(body):
-                raise LimitError(
-                    "envelope",
-                    f"has {size} bytes; at most {limits.ENVELOPE_BYTES_MAX} are allowed; its beginning is kept here, "
-                    f"and all of it is entry {entry} of {source!r} for as long as that keeps it",
-                )
+                raise _cut_off(source, entry, body, size)
             ctx.buffer.take([self.admit(inlet, body)], ())
         except UnknownTypeError as error:
             waited = ctx.leases[0].claimed_at - ctx.message.created_at
@@ -101,6 +98,17 @@ class Reception:
             raise _dead(error, "unknown type") from None
         except EnvelopeError as error:
             raise _dead(error, "malformed") from None
+
+
+def _cut_off(source: str, entry: str, body: bytes, size: int) -> LimitError:
+    """Say why a letter that holds only the beginning of its entry cannot be taken in."""
+    most = limits.ENVELOPE_BYTES_MAX
+    too_large = f"at most {most} are allowed" if size > most else "it could not be taken in, and is too large to keep"
+    return LimitError(
+        "envelope",
+        f"has {size} bytes; {too_large}; the first {len(body)} are kept here, and all of it is entry {entry} of "
+        f"{source!r} for as long as that keeps it",
+    )
 
 
 def _dead(error: OnefoldError, reason: str) -> DecidedError:
