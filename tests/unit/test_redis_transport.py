@@ -155,8 +155,9 @@ def test_what_is_given_back_comes_again_after_its_delay(redis_url: str) -> None:
                 entry["time_since_delivered"] / 1000
                 for entry in client.xpending_range("orders", "billing", later.handle, never.handle, 2)
             ]
-        assert 10 <= idle[0] < 15
-        assert 0 <= idle[1] < 5
+        # Of a lease of 30 seconds ten are over, or none; more only as long as the test takes.
+        assert 10 <= idle[0] < 20
+        assert 0 <= idle[1] < 10
 
     run(scenario)
 
