@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, give_way
-from onefold.envelope import Envelope, pack_headers
+from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
-from onefold.stores.postgres.arrays import Column, bigints, blobs, flags, ids, numbers, texts
-from onefold.stores.postgres.wire import Named, Speaker
+from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
+from onefold.stores.postgres.columns import putting, putting_one
+from onefold.stores.postgres.wire import Speaker
 
 #: Messages in one statement: enough to forget what a statement costs, few enough for the server's working memory.
 CHUNK = 1_000
@@ -52,10 +52,7 @@ async def store_fresh(wire: Speaker, now: int | None, envelopes: Sequence[Envelo
     if len(envelopes) == 1:
         (e,) = envelopes
         by_key = keyed and e.keyed
-        is_plain = by_key and not (e.delay or e.due_at or e.pinned or is_special(e))
-        stored = await (
-            wire.rows("put_plain", _plain(e, now)) if is_plain else wire.rows("put_one", _one(e, now, by_key))
-        )
+        stored = await wire.rows(*putting_one(e, now, by_key))
         return {e.id} if by_key and not stored else set()
     if len(envelopes) <= CHUNK:
         return await _store_chunk(wire, now, envelopes, keyed)
@@ -83,90 +80,8 @@ async def _store_in_turn(wire: Speaker, now: int | None, envelopes: Sequence[Env
 
 
 async def _store_chunk(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> set[str]:
-    kinds = [("put" if keyed and by_key else "put_unkeyed", those) for by_key, those in _alike(envelopes)]
-    statements: list[Named] = [(name, {**_columns(those), "now": now}) for name, those in kinds]
+    statements = [(name, {**given, "now": now}) for name, given in putting(envelopes, keyed)]
     return {taken for rows in await wire.rows_of_each(statements) for (taken,) in rows}
-
-
-def _alike(envelopes: Sequence[Envelope]) -> list[tuple[bool, Sequence[Envelope]]]:
-    """Put together what has a key, and what has none; in a line nobody may overtake another by that."""
-    if any(e.ordering_key is not None for e in envelopes):
-        return [(by_key, list(those)) for by_key, those in groupby(envelopes, key=lambda e: e.keyed)]
-    kinds = {True: [e for e in envelopes if e.keyed], False: [e for e in envelopes if not e.keyed]}
-    return [(by_key, those) for by_key, those in kinds.items() if those]
-
-
-def _columns(envelopes: Sequence[Envelope]) -> dict[str, Column]:
-    return {
-        "ids": ids([e.id for e in envelopes]),
-        "types": texts([e.message_type for e in envelopes]),
-        "versions": bigints([e.schema_version for e in envelopes]),
-        "queues": texts([e.queue for e in envelopes]),
-        "keys": texts([e.idempotency_key for e in envelopes]),
-        "correlations": texts([e.correlation_id for e in envelopes]),
-        "causations": texts([e.causation_id for e in envelopes]),
-        "subjects": texts([e.subject for e in envelopes]),
-        "retentions": bigints([e.retention for e in envelopes]),
-        "payloads": blobs([e.payload_inline for e in envelopes]),
-        "headers": blobs([pack_headers(e) for e in envelopes]),
-        "fingerprints": blobs([e.fingerprint for e in envelopes]),
-        "delays": bigints([e.delay for e in envelopes]),
-        "dues": bigints([e.due_at for e in envelopes]),
-        "claimed_as": texts([e.claimed_as for e in envelopes]),
-        **_gates(envelopes),
-    }
-
-
-_NO_GATES = {"gates": texts([]), "priorities": numbers([]), "ordered": flags([]), "sequences": numbers([])}
-
-
-def _gates(envelopes: Sequence[Envelope]) -> dict[str, Column]:
-    """Return what is to be said about gates; most messages know none, and cost nothing here."""
-    if not any(is_special(e) for e in envelopes):
-        return _NO_GATES
-    return {
-        "gates": texts([e.gated_by for e in envelopes]),
-        "priorities": numbers([e.priority for e in envelopes]),
-        "ordered": flags([e.ordering_key is not None for e in envelopes]),
-        "sequences": numbers([e.sequence for e in envelopes]),
-    }
-
-
-def is_special(e: Envelope) -> bool:
-    """Whether a message waits at a gate or has a priority."""
-    return e.gate is not None or e.ordering_key is not None or e.priority != 0
-
-
-def _plain(e: Envelope, now: int | None) -> dict[str, Any]:
-    return {
-        "now": now,
-        "id": e.id,
-        "type": e.message_type,
-        "version": e.schema_version,
-        "queue": e.queue,
-        "key": e.idempotency_key,
-        "correlation": e.correlation_id,
-        "causation": e.causation_id,
-        "subject": e.subject,
-        "retention": e.retention,
-        "payload": e.payload_inline,
-        "headers": pack_headers(e),
-        "fingerprint": e.fingerprint,
-    }
-
-
-def _one(e: Envelope, now: int | None, keyed: bool) -> dict[str, Any]:
-    return {
-        **_plain(e, now),
-        "keyed": keyed,
-        "delay": e.delay,
-        "due": e.due_at,
-        "claimed_as": e.claimed_as,
-        "gate": e.gated_by,
-        "priority": e.priority,
-        "ordered": e.ordering_key is not None,
-        "sequence": e.sequence,
-    }
 
 
 class Putter:
@@ -181,11 +96,12 @@ class Putter:
         """Store messages and say what became of each."""
         if options.batch_key is not None:
             return await self._put_batch(envelopes, options.batch_key)
-        answers: dict[str, Stored] = {}
         given = {e.id: e for e in envelopes}
         simple = [e for e in given.values() if e.deduplication_key is None]
         taken = await store_fresh(self._wire, self._now, simple) if simple else set()
-        answers.update((e.id, Stored(e.id, State.SCHEDULED)) for e in simple if e.id not in taken)
+        if not taken and len(simple) == len(envelopes):
+            return [Stored(e.id, State.SCHEDULED) for e in envelopes]
+        answers = {e.id: Stored(e.id, State.SCHEDULED) for e in simple if e.id not in taken}
         waiting = [e for e in given.values() if e.id not in answers]
         answers.update(await self.contest(waiting, options))
         return [answers[e.id] for e in envelopes]

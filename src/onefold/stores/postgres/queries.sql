@@ -49,8 +49,47 @@ delivery AS (
 )
 SELECT id::text FROM given WHERE NOT (SELECT yes FROM all_won) AND (id IN (SELECT message_id FROM won)) IS NOT TRUE
 
+-- name: put_alike
+-- The same for messages with keys that differ in little else, as those of one task that are sent together: what they
+-- have in common is said once, because every column costs the server a list that it fills, keeps and reads.
+-- What is null is the message's own: correlation and causation its id, the subject its key.
+WITH clock AS MATERIALIZED (
+    SELECT now, CASE %(due)s::bigint WHEN 0 THEN now + %(delay)s::bigint ELSE %(due)s::bigint END AS due
+    FROM (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now OFFSET 0) given
+),
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(keys)s::text[], %(subjects)s::text[], %(payloads)s::bytea[],
+        %(fingerprints)s::bytea[])
+    AS g (id, idempotency_key, subject, payload, fingerprint)
+),
+won AS (
+    INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
+    SELECT %(type)s::text, idempotency_key, 0, id, fingerprint, %(version)s::int FROM given
+    ORDER BY idempotency_key COLLATE "C"
+    ON CONFLICT DO NOTHING
+    RETURNING message_id
+),
+all_won AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM won),
+message AS (
+    INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    SELECT id, %(type)s::text, %(version)s::int, %(queue)s::text, idempotency_key,
+        coalesce(%(correlation)s::text, id::text), coalesce(%(causation)s::text, id::text),
+        coalesce(subject, %(subject)s::text, idempotency_key), (SELECT now FROM clock), %(retention)s::bigint, payload,
+        %(headers)s::bytea
+    FROM given WHERE (SELECT yes FROM all_won) OR (id IN (SELECT message_id FROM won)) IS TRUE
+),
+delivery AS (
+    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+        replay_count)
+    SELECT id, %(queue)s::text, %(claimed_as)s::text, 0, (SELECT due FROM clock),
+        CASE %(retention)s::bigint WHEN 0 THEN 0 ELSE (SELECT due FROM clock) + %(retention)s::bigint END, 1, 0, 0, 0
+    FROM given WHERE (SELECT yes FROM all_won) OR (id IN (SELECT message_id FROM won)) IS TRUE
+)
+SELECT id::text FROM given WHERE NOT (SELECT yes FROM all_won) AND (id IN (SELECT message_id FROM won)) IS NOT TRUE
+
 -- name: put_unkeyed
--- The same for messages without a key, or whose keys are taken already.
+-- The same as put for messages without a key, or whose keys are taken already.
 -- An id that is already there is a lost answer being asked for again: no delivery is made again.
 -- No id may be given twice in one call; ON CONFLICT for deliveries too would cost a fifth of the whole.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),

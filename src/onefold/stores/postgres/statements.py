@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg.abc import Buffer
 
-from onefold.stores.postgres.arrays import BigintColumn, BlobColumn, LiteralColumn, TextColumn
+from onefold.stores.postgres.arrays import BigintColumn, BlobColumn, IdColumn, LiteralColumn, TextColumn
 from onefold.stores.sql import load_statements
 
 SQL = {
@@ -89,6 +89,7 @@ _ENCODERS: Mapping[type, Callable[[Any], tuple[Buffer | None, int]]] = {
     TextColumn: lambda value: (value.data, _BINARY),
     BlobColumn: lambda value: (value.data, _BINARY),
     BigintColumn: lambda value: (value.data, _BINARY),
+    IdColumn: lambda value: (value.data, _BINARY),
     LiteralColumn: lambda value: (value.data, _TEXT),
 }
 

@@ -1,0 +1,147 @@
+"""Many messages at once on PostgreSQL: what they have in common is said once."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+import psycopg
+import pytest
+from test_postgres_engine import claim, envelope, opened, run
+
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope, Occurrence
+from onefold.store import Query
+from onefold.stores.postgres.arrays import Column, LiteralColumn, blobs, ids, teach, texts
+from onefold.stores.postgres.statements import SQL
+from onefold.testing import FakeClock
+
+# columns
+
+ONE, OTHER = "0192f0c1-2345-7abc-8def-0123456789ab", "00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "items"),
+    [
+        ("text", texts, []),
+        ("text", texts, ["same", "same"]),
+        ("text", texts, ["", "ä", "longer", "…"]),
+        ("text", texts, [None, "a", None]),
+        ("text", texts, [None, None]),
+        ("bytea", blobs, [b"12", b"34", b"\0\0"]),
+        ("bytea", blobs, [b"", b"1", None, b"123"]),
+        ("uuid", ids, []),
+        ("uuid", ids, [ONE]),
+        ("uuid", ids, [ONE, OTHER]),
+        ("uuid", ids, [ONE.upper(), OTHER.replace("-", "")]),
+    ],
+)
+def test_columns_are_read_as_they_were_written(postgres_url: str, kind: str, column: Any, items: list[Any]) -> None:
+    with psycopg.connect(postgres_url) as connection:
+        teach(connection)
+        (read,) = connection.execute(f"SELECT %s::{kind}[]", (column(items),)).fetchone() or ()
+        assert read == ([uuid.UUID(item) for item in items] if kind == "uuid" else items)
+
+
+@pytest.mark.parametrize("wrong", ["", "order:1", ONE[:-1], ONE + "0", ONE[:-2] + "zz"])
+def test_what_is_no_id_is_left_to_the_server_to_refuse(postgres_url: str, wrong: str) -> None:
+    column: Column = ids([ONE, wrong])
+    assert isinstance(column, LiteralColumn)
+    with psycopg.connect(postgres_url) as connection:
+        teach(connection)
+        with pytest.raises(psycopg.DataError):
+            connection.execute("SELECT %s::uuid[]", (column,))
+
+
+# what messages have in common
+
+
+def _about_itself(key: str) -> Envelope:
+    return msgspec.structs.replace(envelope(key), subject=key)
+
+
+def _about_something(key: str) -> Envelope:
+    return msgspec.structs.replace(envelope(key), subject=f"order:{key}")
+
+
+def _caused(key: str) -> Envelope:
+    return msgspec.structs.replace(envelope(key), correlation_id="a chain", causation_id="a cause")
+
+
+ALIKE: dict[str, list[Envelope]] = {
+    "plain": [envelope(key) for key in "cab"],
+    "with payloads": [envelope(key, payload=b'"%s"' % (key.encode() * size)) for size, key in enumerate("cab")],
+    "elsewhere": [envelope(key, message_type="ship", queue="other") for key in "cab"],
+    "about themselves": [_about_itself(key) for key in "cab"],
+    "about something": [_about_something(key) for key in "cab"],
+    "caused": [_caused(key) for key in "cab"],
+    "delayed": [envelope(key, delay=5 * MICROSECONDS, retention=7 * MICROSECONDS) for key in "cab"],
+    "due": [envelope(key, due_at=123_456_789, retention=1) for key in "cab"],
+    "pinned": [envelope(key, schema_version=3, pinned=True, saga=True) for key in "cab"],
+    "with headers": [envelope(key, trace="00-ab", tags={"a": "b"}, reply_to="m/s") for key in "cab"],
+    "scheduled": [envelope(key, occurrence=Occurrence("s", 5)) for key in "cab"],
+}
+UNLIKE: dict[str, list[Envelope]] = {
+    "of two tasks": [envelope("a"), envelope("b", message_type="ship")],
+    "in two queues": [envelope("a"), envelope("b", queue="other")],
+    "of two versions": [envelope("a"), envelope("b", schema_version=2)],
+    "one without a key": [envelope("a"), envelope()],
+    "one delayed": [envelope("a"), envelope("b", delay=5)],
+    "one with tags": [envelope("a"), envelope("b", tags={"a": "b"})],
+    "one caused": [envelope("a"), _caused("b")],
+    "with a priority": [envelope(key, priority=3) for key in "ab"],
+    "at a gate": [envelope(key, gate="charge:x") for key in "ab"],
+    "in a line": [envelope(key, ordering_key="x") for key in "ab"],
+}
+
+
+def _row(url: str, e: Envelope) -> tuple[Any, ...]:
+    """Return all that is stored of a message, but for its place in a line, which the server counts."""
+    with psycopg.connect(url) as connection:
+        (row,) = connection.execute(
+            """
+            SELECT to_jsonb(m), to_jsonb(d) - 'place', to_jsonb(k)
+            FROM onefold.message m JOIN onefold.delivery d USING (id) LEFT JOIN onefold.key k ON k.message_id = m.id
+            WHERE m.id = %s
+            """,
+            (e.id,),
+        ).fetchall()
+        return row
+
+
+@pytest.mark.parametrize("what", [*ALIKE, *UNLIKE])
+def test_messages_put_together_are_stored_as_each_would_be_alone(postgres_url: str, what: str) -> None:
+    async def scenario() -> None:
+        seen: list[str] = []
+        given = ALIKE.get(what) or UNLIKE[what]
+        clock = FakeClock()
+        async with opened(postgres_url, clock=clock, trace=lambda moment, text: seen.append(text)) as store:
+            assert [one.id for one in await store.put(given)] == [e.id for e in given]
+            assert (SQL["put_alike"] in seen) == (what in ALIKE)
+            together = [_row(postgres_url, e) for e in given]
+            found = await store.find(Query(ids=tuple(e.id for e in given)))
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute("TRUNCATE onefold.message, onefold.delivery, onefold.key")
+        async with opened(postgres_url, clock=clock) as store:
+            for e in given:
+                await store.put([e])
+            assert together == [_row(postgres_url, e) for e in given]
+            assert found == await store.find(Query(ids=tuple(e.id for e in given)))
+
+    run(scenario)
+
+
+def test_of_messages_that_are_alike_those_whose_key_is_taken_are_told(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            first = await store.put([envelope("b"), envelope("d")])
+            given = [envelope(key) for key in "abcde"]
+            answers = await store.put(given)
+            assert [one.duplicate for one in answers] == [False, True, False, True, False]
+            assert [answers[1].id, answers[3].id] == [one.id for one in first]
+            assert {lease.id for lease in await claim(store)} == {one.id for one in (*first, *answers)}
+            assert not await store.find(Query(ids=(given[1].id, given[3].id)))
+
+    run(scenario)
