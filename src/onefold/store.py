@@ -110,7 +110,10 @@ class Transaction(Protocol):
         ...
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = ...) -> list[Stored]:
-        """Store messages; one whose key is taken is reported, not stored."""
+        """Store messages; one whose key is taken is reported, not stored.
+
+        In a store that is shared several calls may be under way at once.
+        """
         ...
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:

@@ -243,3 +243,34 @@ def test_a_batch_key_covers_the_whole_batch(world: World) -> None:
             assert (await app.count())["default"].scheduled == 3
 
     asyncio.run(scenario())
+
+
+def test_in_a_large_batch_every_message_is_told_what_became_of_it(world: World) -> None:
+    app = world.app()
+    charge = declare_charge(app)
+
+    async def scenario() -> None:
+        async with world.running(app):
+            first = {order: (await charge.send(order)).id for order in range(0, 1_200, 97)}
+            sent = await app.send_many(charge.call(order) for order in [*range(1_200), 0, 1, 1_199])
+            assert [order for order, one in enumerate(sent) if one.duplicate] == [*first, 1_200, 1_201, 1_202]
+            assert {order: sent[order].id for order in first} == first
+            assert [one.id for one in sent[1_200:]] == [sent[0].id, sent[1].id, sent[1_199].id]
+            assert (await app.count())["default"].scheduled == 1_200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("wrong", [3, 700, 1_199])
+def test_a_large_batch_with_one_key_of_another_payload_stores_nothing(world: World, wrong: int) -> None:
+    app = world.app()
+    charge = declare_charge(app)
+
+    async def scenario() -> None:
+        async with world.running(app):
+            await charge.send(wrong, 500)
+            with pytest.raises(KeyReuseError):
+                await app.send_many(charge.call(order) for order in range(1_200))
+            assert (await app.count())["default"].scheduled == 1
+
+    asyncio.run(scenario())

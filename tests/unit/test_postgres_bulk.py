@@ -1,15 +1,17 @@
-"""Many messages at once on PostgreSQL: what they have in common is said once."""
+"""Many messages at once on PostgreSQL: what they have in common is said once, and part follows part without a pause."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Any
 
 import msgspec
 import psycopg
 import pytest
-from test_postgres_engine import claim, envelope, opened, run
+from test_postgres_engine import claim, envelope, opened, run, terminate_sessions
 
+from onefold import App, StoreUnavailableError
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope, Occurrence
 from onefold.store import Query
@@ -143,5 +145,127 @@ def test_of_messages_that_are_alike_those_whose_key_is_taken_are_told(postgres_u
             assert [answers[1].id, answers[3].id] == [one.id for one in first]
             assert {lease.id for lease in await claim(store)} == {one.id for one in (*first, *answers)}
             assert not await store.find(Query(ids=(given[1].id, given[3].id)))
+
+    run(scenario)
+
+
+# part after part
+
+
+class _Held:
+    """A key that an open transaction holds, so that the server gets no further than to its message."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._connection = psycopg.connect(url)
+        self._connection.execute(
+            "INSERT INTO onefold.key (scope, key, kind, schema_version, message_id, fingerprint) "
+            "VALUES ('charge', %s, 0, 1, gen_random_uuid(), '')",
+            (key,),
+        )
+
+    def let_go(self) -> None:
+        self._connection.close()
+
+
+class _Watch:
+    """Counts the puts that are under way, and says when there are two."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most = 0
+        self.two = asyncio.Event()
+
+    def see(self, moment: str, text: str) -> None:
+        if text in (SQL["put_alike"], SQL["put"]):
+            self.under_way += 1 if moment == "before" else -1
+            self.most = max(self.most, self.under_way)
+            if self.under_way > 1:
+                self.two.set()
+
+
+def _declare(store: Any) -> tuple[App, Any]:
+    app = App(store=store)
+
+    @app.task(key="{order}")
+    async def charge(order: int) -> None: ...
+
+    return app, charge
+
+
+def test_a_server_has_the_next_part_before_it_is_done_with_the_last(postgres_url: str) -> None:
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store:
+            app, charge = _declare(store)
+            await app.open()
+            held = _Held(postgres_url, "150")
+            sending = asyncio.ensure_future(app.send_many(charge.call(n) for n in range(1_000)))
+            await watch.two.wait()
+            held.let_go()
+            assert not any(one.duplicate for one in await sending)
+            assert watch.most == 2
+            assert (await store.count())["default"].scheduled == 1_000
+
+    run(scenario)
+
+
+def test_in_a_line_nothing_is_sent_ahead(postgres_url: str) -> None:
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store:
+            app, charge = _declare(store)
+            await app.open()
+            await app.send_many(charge.options(ordering_key="x").call(n) for n in range(1_000))
+            assert watch.most == 1
+            assert [lease.envelope.idempotency_key for lease in await claim(store, 1)] == ["0"]
+
+    run(scenario)
+
+
+def test_a_session_lost_between_two_parts_leaves_nothing(postgres_url: str) -> None:
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store:
+            app, charge = _declare(store)
+            await app.open()
+            held = _Held(postgres_url, "150")
+            sending = asyncio.ensure_future(app.send_many(charge.call(n) for n in range(1_000)))
+            await watch.two.wait()
+            terminate_sessions(postgres_url)
+            with pytest.raises(StoreUnavailableError):
+                await sending
+            held.let_go()
+            assert await store.count() == {}
+
+    run(scenario)
+
+
+def test_a_session_lost_before_the_first_part_costs_nothing_but_time(postgres_url: str) -> None:
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            app, charge = _declare(store)
+            await app.open()
+            await app.send_many(charge.call(n) for n in range(1_000))
+            terminate_sessions(postgres_url)
+            await app.send_many(charge.call(n) for n in range(1_000, 2_000))
+            assert (await store.count())["default"].scheduled == 2_000
+
+    run(scenario)
+
+
+def test_whoever_gives_up_in_the_middle_of_a_batch_leaves_nothing(postgres_url: str) -> None:
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store:
+            app, charge = _declare(store)
+            await app.open()
+            held = _Held(postgres_url, "150")
+            sending = asyncio.ensure_future(app.send_many(charge.call(n) for n in range(1_000)))
+            await watch.two.wait()
+            sending.cancel()
+            held.let_go()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            assert await store.count() == {}
+            assert len(await app.send_many(charge.call(n) for n in range(1_000))) == 1_000
 
     run(scenario)

@@ -87,10 +87,14 @@ async def _store_chunk(wire: Speaker, now: int | None, envelopes: Sequence[Envel
 class Putter:
     """Puts on one connection, inside one open transaction."""
 
-    def __init__(self, wire: Speaker, now: int | None, redrive: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(
+        self, wire: Speaker, now: int | None, redrive: Callable[[str], Awaitable[bool]], turn: asyncio.Lock
+    ) -> None:
         self._wire = wire
         self._now = now
         self._redrive = redrive
+        #: Whose keys are judged must not meet keys that another put of the same transaction has taken for the moment.
+        self._turn = turn
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         """Store messages and say what became of each."""
@@ -109,10 +113,11 @@ class Putter:
     async def contest(self, waiting: Sequence[Envelope], options: PutOptions) -> dict[str, Stored]:
         """Store messages that have a key which is taken, or a deduplication key; return the answers by message."""
         answers: dict[str, Stored] = {}
-        for _ in range(_ROUNDS_MAX):
-            if not waiting:
-                return answers
-            waiting = await self._round(waiting, options, answers)
+        async with self._turn:
+            for _ in range(_ROUNDS_MAX):
+                if not waiting:
+                    return answers
+                waiting = await self._round(waiting, options, answers)
         raise StoreUnavailableError("too many senders of the same keys at once; try again")
 
     async def _round(

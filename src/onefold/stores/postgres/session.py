@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ class Session:
     def __init__(self, wire: Speaker, clock: Clock | None) -> None:
         self.wire = wire
         self._clock = clock
+        self._turn = asyncio.Lock()
         #: Queues in which something of others became due; to be rung after the commit.
         self.woken: set[str] = set()
 
@@ -75,7 +77,10 @@ class Session:
     # put
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
-        return await Putter(self.wire, self._now, self._redrive).put(envelopes, options)
+        return await self._putter().put(envelopes, options)
+
+    def _putter(self) -> Putter:
+        return Putter(self.wire, self._now, self._redrive, self._turn)
 
     async def put_fresh(self, envelopes: Sequence[Envelope]) -> set[str]:
         """Store messages in one statement; return the ids of those whose key was taken."""
@@ -83,9 +88,7 @@ class Session:
 
     async def put_contested(self, envelopes: Sequence[Envelope]) -> list[Stored]:
         """Store messages that something was in the way of."""
-        answers = await Putter(self.wire, self._now, self._redrive).contest(
-            list({e.id: e for e in envelopes}.values()), PutOptions()
-        )
+        answers = await self._putter().contest(list({e.id: e for e in envelopes}.values()), PutOptions())
         return [answers[e.id] for e in envelopes]
 
     async def put_sends(self, envelopes: Sequence[Envelope]) -> None:

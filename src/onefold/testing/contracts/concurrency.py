@@ -66,6 +66,26 @@ class ConcurrencyContract(Contract):
         assert len(await bench.all_ids()) == 20
 
     @scenario
+    async def test_puts_of_one_transaction_may_be_under_way_together(self, bench: Bench) -> None:
+        if not bench.store.capabilities.shared:
+            pytest.skip("only where a server stores what is put")
+        await bench.put("taken")
+        freed = await bench.put("freed")
+        await bench.move(freed.id, State.CANCELLED)
+        keys = ("new", "taken", "freed")
+        async with bench.store.transaction() as transaction:
+            answers = await asyncio.gather(
+                *(
+                    transaction.put([*map(bench.message, keys), bench.message(f"{n}", deduplication_key="d")])
+                    for n in range(4)
+                )
+            )
+        by_key = list(zip(*answers, strict=True))
+        assert [[one.duplicate for one in those].count(False) for those in by_key] == [1, 0, 1, 1]
+        assert [len({one.id for one in those}) for those in by_key] == [1, 1, 1, 1]
+        assert len(await bench.claim()) == 4
+
+    @scenario
     async def test_of_concurrent_puts_of_one_batch_one_is_stored(self, bench: Bench) -> None:
         stores = [bench.store, await bench.another()]
         options = PutOptions(batch_key="b")
