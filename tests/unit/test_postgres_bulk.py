@@ -113,15 +113,19 @@ def _row(url: str, e: Envelope) -> tuple[Any, ...]:
         return row
 
 
+@pytest.mark.parametrize("hopeful", [True, False])
 @pytest.mark.parametrize("what", [*ALIKE, *UNLIKE])
-def test_messages_put_together_are_stored_as_each_would_be_alone(postgres_url: str, what: str) -> None:
+def test_messages_put_together_are_stored_as_each_would_be_alone(postgres_url: str, what: str, hopeful: bool) -> None:
     async def scenario() -> None:
         seen: list[str] = []
         given = ALIKE.get(what) or UNLIKE[what]
         clock = FakeClock()
         async with opened(postgres_url, clock=clock, trace=lambda moment, text: seen.append(text)) as store:
+            if not hopeful:
+                store._hope.lose()
             assert [one.id for one in await store.put(given)] == [e.id for e in given]
-            assert (SQL["put_alike"] in seen) == (what in ALIKE)
+            assert (SQL["put_hopeful"] in seen) == (what in ALIKE and hopeful)
+            assert (SQL["put_alike"] in seen) == (what in ALIKE and not hopeful)
             together = [_row(postgres_url, e) for e in given]
             found = await store.find(Query(ids=tuple(e.id for e in given)))
         with psycopg.connect(postgres_url, autocommit=True) as connection:
@@ -171,11 +175,12 @@ class _Watch:
     """Counts the puts that are under way, and says when there are two."""
 
     def __init__(self) -> None:
-        self.under_way = self.most = 0
+        self.under_way = self.most = self.hopes = 0
         self.two = asyncio.Event()
 
     def see(self, moment: str, text: str) -> None:
-        if text in (SQL["put_alike"], SQL["put"]):
+        self.hopes += moment == "before" and text == SQL["put_hopeful"]
+        if text in (SQL["put_alike"], SQL["put_hopeful"], SQL["put"]):
             self.under_way += 1 if moment == "before" else -1
             self.most = max(self.most, self.under_way)
             if self.under_way > 1:
@@ -204,6 +209,73 @@ def test_a_server_has_the_next_part_before_it_is_done_with_the_last(postgres_url
             assert not any(one.duplicate for one in await sending)
             assert watch.most == 2
             assert (await store.count())["default"].scheduled == 1_000
+
+    run(scenario)
+
+
+def test_a_key_that_is_taken_at_the_last_moment_is_found(postgres_url: str) -> None:
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store, opened(postgres_url) as other:
+            app, charge = _declare(store)
+            await app.open()
+            sending: asyncio.Future[Any]
+            async with other.transaction() as transaction:
+                call = charge.call(150)
+                first = envelope("150", payload=call.payload)
+                await transaction.put([first])
+                sending = asyncio.ensure_future(app.send_many(charge.call(n) for n in range(1_000)))
+                await watch.two.wait()
+            sent = await sending
+            assert [n for n, one in enumerate(sent) if one.duplicate] == [150]
+            assert sent[150].id == first.id
+            assert (await store.count())["default"].scheduled == 1_000
+
+    run(scenario)
+
+
+def test_whoever_sends_twice_leaves_little_behind(postgres_url: str) -> None:
+    """What a put had written when it met a key that is taken is dead weight, so the next do not try it."""
+
+    async def scenario() -> None:
+        watch = _Watch()
+        async with opened(postgres_url, trace=watch.see) as store:
+            app, charge = _declare(store)
+            await app.open()
+            first = await app.send_many(charge.call(n) for n in range(1_000))
+            assert watch.hopes == 5
+            for _ in range(3):
+                again = await app.send_many(charge.call(n) for n in range(1_100))
+                assert [one.id for one in again[:1_000]] == [one.id for one in first]
+                assert [one.duplicate for one in again].count(True) in (1_000, 1_100)
+            assert watch.hopes == 6
+            assert (await store.count())["default"].scheduled == 1_100
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_put_that_is_in_vain_takes_nothing_else_with_it(postgres_url: str, first: int) -> None:
+    """Whatever is sent before or behind it: other messages, some that need to be judged, and more of the same kind."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await store.put([envelope("a1"), envelope("a2")])
+            parts = [
+                [envelope("a0"), envelope("a1")],
+                [envelope("b0", deduplication_key="b")],
+                [envelope("c0"), envelope("c1", queue="other")],
+                [envelope("d0", deduplication_key="d"), envelope("d1")],
+                [envelope("e0"), envelope("a2")],
+                [envelope("f0"), envelope("f1")],
+            ]
+            parts = parts[first:] + parts[:first]
+            async with store.transaction() as transaction:
+                answers = await asyncio.gather(*map(transaction.put, parts))
+            taken = [[e.idempotency_key in ("a1", "a2") for e in part] for part in parts]
+            assert [[one.duplicate for one in part] for part in answers] == taken
+            counts = await store.count()
+            assert (counts["default"].scheduled, counts["other"].scheduled) == (10, 1)
 
     run(scenario)
 

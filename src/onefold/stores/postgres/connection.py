@@ -75,7 +75,7 @@ _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.02, 1.0
 #: A statement that psycopg runs for a caller is prepared when it was run this often.
 _PREPARE_AFTER = 5
 #: These only insert: whatever is in the tables, there is one way to do it.
-_PLANNED_ALIKE = frozenset({"put", "put_alike", "put_unkeyed", "put_plain", "put_one", "put_key"})
+_PLANNED_ALIKE = frozenset({"put", "put_alike", "put_hopeful", "put_unkeyed", "put_plain", "put_one", "put_key"})
 
 _machine = SystemClock()
 _chance = system_random()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from psycopg.errors import InFailedSqlTransaction, UniqueViolation
+
 from onefold import limits
-from onefold.clock import MICROSECONDS, give_way
+from onefold.clock import MICROSECONDS, Clock, SystemClock, give_way
 from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
@@ -21,12 +23,19 @@ from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.postgres.arrays import Column, blobs, ids, numbers, texts
 from onefold.stores.postgres.columns import putting, putting_one
-from onefold.stores.postgres.wire import Speaker
+from onefold.stores.postgres.wire import Named, Row, Speaker
 
 #: Messages in one statement: enough to forget what a statement costs, few enough for the server's working memory.
 CHUNK = 1_000
 #: Each round is lost only to somebody who won, so this many in a row are not bad luck.
 _ROUNDS_MAX = 20
+
+#: So long after a key was found taken, keys are no longer expected to be free: what was written before is dead weight.
+_DOUBT_SECONDS = 60.0
+#: Savepoints of one transaction; more than 64 make every look at the database, whoever takes it, slower.
+_SAVEPOINTS_MAX = 50
+
+_machine = SystemClock()
 
 #: Scope, key and kind: what a key's row is found by.
 _Name = tuple[str, str, int]
@@ -80,21 +89,50 @@ async def _store_in_turn(wire: Speaker, now: int | None, envelopes: Sequence[Env
 
 
 async def _store_chunk(wire: Speaker, now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> set[str]:
-    statements = [(name, {**given, "now": now}) for name, given in putting(envelopes, keyed)]
-    return {taken for rows in await wire.rows_of_each(statements) for (taken,) in rows}
+    return _taken(await wire.rows_of_each(_statements(now, envelopes, keyed)))
+
+
+def _statements(now: int | None, envelopes: Sequence[Envelope], keyed: bool) -> list[Named]:
+    return [(name, {**given, "now": now}) for name, given in putting(envelopes, keyed)]
+
+
+def _taken(answers: Iterable[list[Row]]) -> set[str]:
+    return {taken for rows in answers for (taken,) in rows}
+
+
+class Hope:
+    """Whether the keys of many messages are expected to be free; shared by all who put in one store."""
+
+    def __init__(self) -> None:
+        self._doubtful_until = 0
+
+    def __bool__(self) -> bool:
+        return _machine.steady() >= self._doubtful_until
+
+    def lose(self) -> None:
+        """Take down that a key was taken: whoever sends twice will do so again."""
+        self._doubtful_until = _machine.steady() + round(_DOUBT_SECONDS * MICROSECONDS)
 
 
 class Putter:
     """Puts on one connection, inside one open transaction."""
 
     def __init__(
-        self, wire: Speaker, now: int | None, redrive: Callable[[str], Awaitable[bool]], turn: asyncio.Lock
+        self, wire: Speaker, clock: Clock | None, redrive: Callable[[str], Awaitable[bool]], hope: Hope | None
     ) -> None:
         self._wire = wire
-        self._now = now
+        self._clock = clock
         self._redrive = redrive
+        self._hope = hope
+        self._savepoints = 0
+        #: Puts that may still fail; until that is known nothing but their like is sent behind them, or it fails too.
+        self._hopeful: set[asyncio.Future[Any]] = set()
         #: Whose keys are judged must not meet keys that another put of the same transaction has taken for the moment.
-        self._turn = turn
+        self._turn = asyncio.Lock()
+
+    @property
+    def _now(self) -> int | None:
+        return None if self._clock is None else self._clock.now()
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         """Store messages and say what became of each."""
@@ -102,17 +140,60 @@ class Putter:
             return await self._put_batch(envelopes, options.batch_key)
         given = {e.id: e for e in envelopes}
         simple = [e for e in given.values() if e.deduplication_key is None]
-        taken = await store_fresh(self._wire, self._now, simple) if simple else set()
+        taken = await self._store(simple) if simple else set()
         if not taken and len(simple) == len(envelopes):
             return [Stored(e.id, State.SCHEDULED) for e in envelopes]
         answers = {e.id: Stored(e.id, State.SCHEDULED) for e in simple if e.id not in taken}
-        waiting = [e for e in given.values() if e.id not in answers]
-        answers.update(await self.contest(waiting, options))
+        if waiting := [e for e in given.values() if e.id not in answers]:
+            answers.update(await self.contest(waiting, options))
         return [answers[e.id] for e in envelopes]
+
+    async def _store(self, envelopes: Sequence[Envelope]) -> set[str]:
+        """Store messages with keys that are probably free; return the ids of those whose key was taken."""
+        hope = self._hope
+        if not hope or not 1 < len(envelopes) <= CHUNK or self._savepoints >= _SAVEPOINTS_MAX:
+            await self._be_certain()
+            return await store_fresh(self._wire, self._now, envelopes)
+        statements = _statements(self._now, envelopes, keyed=True)
+        name, given = statements[0]
+        if name != "put_alike":
+            await self._be_certain()
+        elif (failed := await self._fails(given)) is None:
+            return set()
+        elif isinstance(failed, UniqueViolation):
+            hope.lose()
+            statements.insert(0, ("put_undo", {}))
+        return _taken(await self._wire.rows_of_each(statements))
+
+    async def _fails(self, given: Mapping[str, Any]) -> UniqueViolation | InFailedSqlTransaction | None:
+        """Store messages if all of their keys are free; return what was in the way, if only that the put before failed.
+
+        That one has asked for its savepoint by now, so that whatever is sent next finds the transaction in order.
+        """
+        self._savepoints += 1
+        hopeful = asyncio.ensure_future(
+            self._wire.rows_of_each([("put_savepoint", {}), ("put_hopeful", given), ("put_release", {})])
+        )
+        self._hopeful.add(hopeful)
+        try:
+            await hopeful
+        except (UniqueViolation, InFailedSqlTransaction) as error:
+            return error
+        finally:
+            self._hopeful.discard(hopeful)
+        return None
+
+    async def _be_certain(self) -> None:
+        """Wait until nothing is under way that may fail."""
+        if self._hopeful:
+            await asyncio.wait(self._hopeful)
 
     async def contest(self, waiting: Sequence[Envelope], options: PutOptions) -> dict[str, Stored]:
         """Store messages that have a key which is taken, or a deduplication key; return the answers by message."""
         answers: dict[str, Stored] = {}
+        # What is sent between the statements that follow must not fail.
+        self._hope = None
+        await self._be_certain()
         async with self._turn:
             for _ in range(_ROUNDS_MAX):
                 if not waiting:

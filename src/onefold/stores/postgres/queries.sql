@@ -88,6 +88,49 @@ delivery AS (
 )
 SELECT id::text FROM given WHERE NOT (SELECT yes FROM all_won) AND (id IN (SELECT message_id FROM won)) IS NOT TRUE
 
+-- name: put_hopeful
+-- The same for keys that are all free, inside a savepoint: it fails if one is not, and what it wrote is undone.
+-- To be ready for a key that is taken costs a sixth of the whole: every row is looked for before it is written, locked
+-- while it is, and confirmed afterwards.
+-- The main part is carried out first, so that little was written when it fails.
+WITH clock AS MATERIALIZED (
+    SELECT now, CASE %(due)s::bigint WHEN 0 THEN now + %(delay)s::bigint ELSE %(due)s::bigint END AS due
+    FROM (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now OFFSET 0) given
+),
+given AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(keys)s::text[], %(subjects)s::text[], %(payloads)s::bytea[],
+        %(fingerprints)s::bytea[])
+    AS g (id, idempotency_key, subject, payload, fingerprint)
+),
+message AS (
+    INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
+        causation_id, subject, created_at, retention, payload, headers)
+    SELECT id, %(type)s::text, %(version)s::int, %(queue)s::text, idempotency_key,
+        coalesce(%(correlation)s::text, id::text), coalesce(%(causation)s::text, id::text),
+        coalesce(subject, %(subject)s::text, idempotency_key), (SELECT now FROM clock), %(retention)s::bigint, payload,
+        %(headers)s::bytea
+    FROM given
+),
+delivery AS (
+    INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
+        replay_count)
+    SELECT id, %(queue)s::text, %(claimed_as)s::text, 0, (SELECT due FROM clock),
+        CASE %(retention)s::bigint WHEN 0 THEN 0 ELSE (SELECT due FROM clock) + %(retention)s::bigint END, 1, 0, 0, 0
+    FROM given
+)
+INSERT INTO onefold.key (scope, key, kind, message_id, fingerprint, schema_version)
+SELECT %(type)s::text, idempotency_key, 0, id, fingerprint, %(version)s::int FROM given
+ORDER BY idempotency_key COLLATE "C"
+
+-- name: put_savepoint
+SAVEPOINT onefold_put
+
+-- name: put_release
+RELEASE SAVEPOINT onefold_put
+
+-- name: put_undo
+ROLLBACK TO SAVEPOINT onefold_put
+
 -- name: put_unkeyed
 -- The same as put for messages without a key, or whose keys are taken already.
 -- An id that is already there is a lost answer being asked for again: no delivery is made again.

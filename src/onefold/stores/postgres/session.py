@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.postgres.arrays import bigints, ids, numbers, texts
-from onefold.stores.postgres.put import Putter, store_fresh
+from onefold.stores.postgres.put import Hope, Putter, store_fresh
 from onefold.stores.postgres.settlements import (
     Settlement,
     brings_more,
@@ -58,10 +57,11 @@ _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", Stat
 class Session:
     """One connection and the clock that dates what is written through it; without one, the server's."""
 
-    def __init__(self, wire: Speaker, clock: Clock | None) -> None:
+    def __init__(self, wire: Speaker, clock: Clock | None, hope: Hope | None = None) -> None:
         self.wire = wire
         self._clock = clock
-        self._turn = asyncio.Lock()
+        self._hope = hope
+        self._made: Putter | None = None
         #: Queues in which something of others became due; to be rung after the commit.
         self.woken: set[str] = set()
 
@@ -77,10 +77,14 @@ class Session:
     # put
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
-        return await self._putter().put(envelopes, options)
+        return await self._putter.put(envelopes, options)
 
+    @property
     def _putter(self) -> Putter:
-        return Putter(self.wire, self._now, self._redrive, self._turn)
+        """What puts in the one transaction; most sessions need none."""
+        if self._made is None:
+            self._made = Putter(self.wire, self._clock, self._redrive, self._hope)
+        return self._made
 
     async def put_fresh(self, envelopes: Sequence[Envelope]) -> set[str]:
         """Store messages in one statement; return the ids of those whose key was taken."""
@@ -88,7 +92,7 @@ class Session:
 
     async def put_contested(self, envelopes: Sequence[Envelope]) -> list[Stored]:
         """Store messages that something was in the way of."""
-        answers = await self._putter().contest(list({e.id: e for e in envelopes}.values()), PutOptions())
+        answers = await self._putter.contest(list({e.id: e for e in envelopes}.values()), PutOptions())
         return [answers[e.id] for e in envelopes]
 
     async def put_sends(self, envelopes: Sequence[Envelope]) -> None:

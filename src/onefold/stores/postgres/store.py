@@ -42,9 +42,11 @@ from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
 from onefold.stores.postgres.faults import BlockedError
+from onefold.stores.postgres.handling import HandlerWire
 from onefold.stores.postgres.leasing import Wanted
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
+from onefold.stores.postgres.put import Hope
 from onefold.stores.postgres.restoring import restore
 from onefold.stores.postgres.session import Session
 from onefold.stores.postgres.settlements import Settlement, brings_more
@@ -101,6 +103,7 @@ class PostgresStore:
             self._listening = Connector(listen_url or url, pooler="session", trace=trace)
         self._opened = False
         self._claimer = Claimer(exact=clock is not None)
+        self._hope = Hope()
         self.capabilities = Capabilities(
             transactional=True, shared=True, notifies=self._listening is not None, durability="process crash"
         )
@@ -163,7 +166,8 @@ class PostgresStore:
         return done
 
     def _session(self, wire: Speaker) -> Session:
-        return Session(wire, self._clock)
+        # On a caller's own connection every savepoint would be a round trip; the others put one by one.
+        return Session(wire, self._clock, self._hope if isinstance(wire, HandlerWire) else None)
 
     def _use(self, name: str) -> Link:
         if not self._opened:

@@ -75,15 +75,15 @@ class ConcurrencyContract(Contract):
         keys = ("new", "taken", "freed")
         async with bench.store.transaction() as transaction:
             answers = await asyncio.gather(
-                *(
-                    transaction.put([*map(bench.message, keys), bench.message(f"{n}", deduplication_key="d")])
-                    for n in range(4)
-                )
+                *(transaction.put([*map(bench.message, keys)]) for _ in range(3)),
+                *(transaction.put([bench.message(f"{n}", deduplication_key="d")]) for n in range(3)),
+                transaction.put([bench.message("both", deduplication_key="e")]),
+                transaction.put([bench.message("both", deduplication_key="f"), bench.message("more")]),
             )
-        by_key = list(zip(*answers, strict=True))
-        assert [[one.duplicate for one in those].count(False) for those in by_key] == [1, 0, 1, 1]
-        assert [len({one.id for one in those}) for those in by_key] == [1, 1, 1, 1]
-        assert len(await bench.claim()) == 4
+        by_key = [*zip(*answers[:3], strict=True), *zip(*answers[3:6], strict=True), (answers[6][0], answers[7][0])]
+        assert [[one.duplicate for one in those].count(False) for those in by_key] == [1, 0, 1, 1, 1]
+        assert [len({one.id for one in those}) for those in by_key] == [1, 1, 1, 1, 1]
+        assert len(await bench.claim()) == 6
 
     @scenario
     async def test_of_concurrent_puts_of_one_batch_one_is_stored(self, bench: Bench) -> None:
