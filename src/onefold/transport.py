@@ -17,8 +17,8 @@ from onefold.clock import MICROSECONDS, Clock
 from onefold.envelope import Envelope, from_json
 from onefold.errors import EnvelopeError
 
-#: The worst that what was accepted survives.
-Durability = Literal["power loss", "process crash", "nothing"]
+#: The worst that what was accepted survives; of the third, what came in the last seconds before it may be lost.
+Durability = Literal["power loss", "process crash", "all but the last seconds", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The bridge between brokers and the store, with a broker in memory: what is taken in, what is refused, what leaves."""
+"""The bridge between brokers and the store, with a broker in memory: what is taken in, what is refused, what leaves.
+
+What depends on how a store answers runs on every store; what is only read or declared, on SQLite.
+"""
 
 from __future__ import annotations
 
@@ -220,9 +223,9 @@ async def _fail(*_: object) -> None:
     raise RuntimeError("the worker died")
 
 
-def test_an_entry_that_is_too_large_leaves_its_beginning_and_says_where_it_is(store_url: str) -> None:
+def test_an_entry_that_is_too_large_leaves_its_beginning_and_says_where_it_is(sqlite_url: str) -> None:
     """Faults 23 and 24."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         body = to_json(envelope()) + b" " * limits.ENVELOPE_BYTES_MAX
@@ -237,9 +240,9 @@ def test_an_entry_that_is_too_large_leaves_its_beginning_and_says_where_it_is(st
     shop.run(scenario)
 
 
-def test_a_large_entry_of_an_unknown_type_says_that_it_is_not_kept_whole(store_url: str) -> None:
+def test_a_large_entry_of_an_unknown_type_says_that_it_is_not_kept_whole(sqlite_url: str) -> None:
     """Fault 24: it is an envelope, but too large to be kept beside the message that tells of it."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         large = b'{"text":"%s"}' % (b"x" * (limits.PAYLOAD_BYTES_MAX - 20))
@@ -282,9 +285,9 @@ def test_an_unknown_type_waits_for_a_newer_worker_and_then_is_a_dead_letter(stor
 
 @pytest.mark.parametrize("types", [["refund"], []])
 @pytest.mark.usefixtures("_impatient")
-def test_only_what_is_wanted_is_taken(types: list[str], store_url: str) -> None:
+def test_only_what_is_wanted_is_taken(types: list[str], sqlite_url: str) -> None:
     """A4: ``types`` narrows it to some."""
-    shop = Shop(store_url, types=types)
+    shop = Shop(sqlite_url, types=types)
 
     async def scenario() -> None:
         await shop.publish(envelope())
@@ -296,9 +299,9 @@ def test_only_what_is_wanted_is_taken(types: list[str], store_url: str) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_letters_cannot_be_sent_from_outside(store_url: str) -> None:
+def test_letters_cannot_be_sent_from_outside(sqlite_url: str) -> None:
     """A4, fault 29: what is onefold's own is unknown there."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         await shop.publish(envelope(message_type=REFUSED))
@@ -325,7 +328,7 @@ def test_ids_of_others_mean_nothing_here(store_url: str) -> None:
     shop.run(scenario)
 
 
-def test_bodies_of_others_are_read_by_a_function(store_url: str) -> None:
+def test_bodies_of_others_are_read_by_a_function(sqlite_url: str) -> None:
     """A2, decision 17: whoever knows what they mean says so, key and all; what it cannot read is a letter."""
 
     def read_order(body: bytes) -> Envelope:
@@ -335,7 +338,7 @@ def test_bodies_of_others_are_read_by_a_function(store_url: str) -> None:
             raise DecodeError("order", str(error)) from error
         return envelope(id=f"order-{order}", idempotency_key=f"order-{order}", payload_inline=b'{"order":%d}' % order)
 
-    shop = Shop(store_url, read=read_order)
+    shop = Shop(sqlite_url, read=read_order)
 
     async def scenario() -> None:
         for body in (b'{"number":7}', b'{"number":7}', b'{"size":1}'):
@@ -347,9 +350,9 @@ def test_bodies_of_others_are_read_by_a_function(store_url: str) -> None:
     shop.run(scenario)
 
 
-def test_arguments_that_do_not_fit_are_a_dead_letter_of_their_own_task(store_url: str) -> None:
+def test_arguments_that_do_not_fit_are_a_dead_letter_of_their_own_task(sqlite_url: str) -> None:
     """C9: the envelope is fine, so it is a message like any other, and its handler is not run."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         await shop.publish(envelope(payload_inline=b'{"order":"seven"}'))
@@ -359,9 +362,9 @@ def test_arguments_that_do_not_fit_are_a_dead_letter_of_their_own_task(store_url
     shop.run(scenario)
 
 
-def test_a_message_of_a_newer_version_waits_for_a_newer_worker(store_url: str) -> None:
+def test_a_message_of_a_newer_version_waits_for_a_newer_worker(sqlite_url: str) -> None:
     """Fault 25."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         await shop.publish(envelope(schema_version=2))
@@ -371,8 +374,8 @@ def test_a_message_of_a_newer_version_waits_for_a_newer_worker(store_url: str) -
     shop.run(scenario)
 
 
-def test_what_changes_messages_at_send_changes_those_received_too(store_url: str) -> None:
-    shop = Shop(store_url)
+def test_what_changes_messages_at_send_changes_those_received_too(sqlite_url: str) -> None:
+    shop = Shop(sqlite_url)
 
     @shop.app.on_send
     def tag(message: Envelope) -> Envelope:
@@ -390,9 +393,9 @@ def test_what_changes_messages_at_send_changes_those_received_too(store_url: str
     shop.run(scenario)
 
 
-def test_a_store_that_refuses_one_of_a_batch_takes_the_others(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_refuses_one_of_a_batch_takes_the_others(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 24: whatever is wrong with it, it is kept, and holds up nobody."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
 
     async def scenario() -> None:
         put = shop.app.store.put
@@ -521,9 +524,9 @@ def test_an_event_is_relayed_under_its_own_name_id_and_key(store_url: str) -> No
     shop.run(scenario)
 
 
-def test_an_event_without_a_key_leaves_with_its_id_as_its_key(store_url: str) -> None:
+def test_an_event_without_a_key_leaves_with_its_id_as_its_key(sqlite_url: str) -> None:
     """J6: receivers of any kind can tell a repeat by the key alone."""
-    shop = Publisher(store_url)
+    shop = Publisher(sqlite_url)
 
     async def scenario() -> None:
         await shop.app.subscribe()
@@ -573,9 +576,9 @@ def test_while_the_broker_is_away_no_attempt_is_used_up_and_it_is_asked_ever_les
     shop.run(scenario)
 
 
-def test_a_broker_that_refuses_for_good_makes_a_dead_letter_after_the_attempts(store_url: str) -> None:
+def test_a_broker_that_refuses_for_good_makes_a_dead_letter_after_the_attempts(sqlite_url: str) -> None:
     """C6, fault 34: what only a person can mend is a dead letter like any other."""
-    shop = Publisher(store_url)
+    shop = Publisher(sqlite_url)
 
     async def scenario() -> None:
         await shop.app.subscribe()
@@ -617,9 +620,9 @@ def test_a_relay_of_one_app_is_received_by_another(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("topic", [{}, {"key": "{event}"}], ids=["without a key", "with a key"])
-def test_a_circle_of_relays_comes_to_an_end(topic: Any, store_url: str) -> None:
+def test_a_circle_of_relays_comes_to_an_end(topic: Any, sqlite_url: str) -> None:
     """J6: an event that comes back is known by its key, which stays the same all the way."""
-    shop = Publisher(store_url, **topic)
+    shop = Publisher(sqlite_url, **topic)
     shop.app.receive(shop.broker, "orders")
 
     async def scenario() -> None:
@@ -667,9 +670,9 @@ def test_an_app_without_an_event_loop_declares_them_too(tmp_path: Any) -> None:
     assert len(broker.bodies("orders")) == 1
 
 
-def test_nothing_of_a_payload_is_logged_or_printed(store_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_of_a_payload_is_logged_or_printed(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Fault 33: neither of what is taken in nor of what is refused."""
-    shop = Shop(store_url)
+    shop = Shop(sqlite_url)
     caplog.set_level(logging.DEBUG)
 
     async def scenario() -> None:

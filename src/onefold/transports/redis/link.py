@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,6 +22,8 @@ from onefold.transport import Durability, Outage
 from onefold.transports.redis.durability import judge, read_settings
 
 T = TypeVar("T")
+
+logger = logging.getLogger("onefold")
 
 #: A server that does not answer within this time will not; a pull that waits for entries takes less.
 ANSWER_SECONDS = 10.0
@@ -145,6 +148,8 @@ class Link:
             await client.ping()
             found = await read_settings(client)
             self.durability = judge(found, said=self._said, allow_volatile=self._allow_volatile, server=self.server)
+            if self.durability == "all but the last seconds":
+                logger.warning("transport_may_lose_seconds server=%s; set `appendfsync always`", self.server)
         except BaseException as error:
             await _Session(client).leave_to_the_last()
             if isinstance(error, exceptions.RedisError | OSError):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -93,8 +93,8 @@ class RedisTransport:
             )
         if max_entries is not None:
             limits.check_range("max_entries", max_entries, limits.STREAM_ENTRIES_MIN, limits.INTEGER_MAX)
-        if durability not in (None, "process crash", "power loss"):
-            raise ConfigurationError(f"durability is {durability!r}; it is 'process crash' or 'power loss'")
+        if durability not in (None, *get_args(Durability)[:-1]):
+            raise ConfigurationError(f"durability is {durability!r}; it is one of {get_args(Durability)[:-1]}")
         self._group = None if group is None else limits.check_name("group", group)
         self._prefix = prefix
         self._max_entries = max_entries
