@@ -26,100 +26,112 @@ _MEBIBYTE = 1024 * 1024
 _HOW_MUCH, _HOW_LONG, _AROUND = "How much at once", "How long", "Around it"
 
 
+_Processes = Annotated[
+    int,
+    typer.Option(
+        "--processes",
+        "-p",
+        min=1,
+        max=limits.PROCESSES_MAX,
+        help="Worker processes. One per core is a good start.",
+        rich_help_panel=_HOW_MUCH,
+    ),
+]
+_Concurrency = Annotated[
+    int,
+    typer.Option(
+        "--concurrency",
+        "-c",
+        min=1,
+        max=limits.CONCURRENCY_MAX,
+        help="Handlers that run at once in each process.",
+        rich_help_panel=_HOW_MUCH,
+    ),
+]
+_Queue = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--queue",
+        "-q",
+        help="Work on this queue only, with :N on N of its messages at once; repeatable.",
+        rich_help_panel=_HOW_MUCH,
+    ),
+]
+_MaxMessages = Annotated[
+    int | None,
+    typer.Option(min=1, help="Replace a process after this many messages; nothing waits.", rich_help_panel=_HOW_MUCH),
+]
+_MaxMemory = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="MIB", help="Replace a process that takes more memory than this.", rich_help_panel=_HOW_MUCH
+    ),
+]
+_Lease = Annotated[
+    float,
+    typer.Option(
+        min=limits.LEASE_MIN,
+        metavar="SECONDS",
+        help="After how long without a sign of life others may take over what this worker had.",
+        rich_help_panel=_HOW_LONG,
+    ),
+]
+_StopAfter = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="How long handlers may take to finish when it is told to stop.",
+        rich_help_panel=_HOW_LONG,
+    ),
+]
+_StallAfter = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        metavar="SECONDS",
+        help="Kill a process whose event loop has not moved for this long.",
+        rich_help_panel=_HOW_LONG,
+    ),
+]
+_UntilIdle = Annotated[
+    bool,
+    typer.Option(
+        "--until-idle", help="Return when nothing is due, instead of waiting for more.", rich_help_panel=_AROUND
+    ),
+]
+_Reload = Annotated[
+    bool,
+    typer.Option(
+        "--reload",
+        help="Start again whenever a Python file below this directory changes.",
+        rich_help_panel=_AROUND,
+    ),
+]
+_Health = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Answer /live and /ready there, for probes.", rich_help_panel=_AROUND),
+]
+_Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Log what is ordinary too.", rich_help_panel=_AROUND),
+]
+
+
 def worker(
     app: AppArgument,
-    processes: Annotated[
-        int,
-        typer.Option(
-            "--processes",
-            "-p",
-            min=1,
-            max=limits.PROCESSES_MAX,
-            help="Worker processes. One per core is a good start.",
-            rich_help_panel=_HOW_MUCH,
-        ),
-    ] = 1,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            "--concurrency",
-            "-c",
-            min=1,
-            max=limits.CONCURRENCY_MAX,
-            help="Handlers that run at once in each process.",
-            rich_help_panel=_HOW_MUCH,
-        ),
-    ] = limits.CONCURRENCY,
-    queue: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--queue",
-            "-q",
-            help="Work on this queue only, with :N on N of its messages at once; repeatable.",
-            rich_help_panel=_HOW_MUCH,
-        ),
-    ] = None,
-    max_messages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Replace a process after this many messages; nothing waits.", rich_help_panel=_HOW_MUCH
-        ),
-    ] = None,
-    max_memory: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="MIB", help="Replace a process that takes more memory than this.", rich_help_panel=_HOW_MUCH
-        ),
-    ] = None,
-    lease: Annotated[
-        float,
-        typer.Option(
-            min=limits.LEASE_MIN,
-            metavar="SECONDS",
-            help="After how long without a sign of life others may take over what this worker had.",
-            rich_help_panel=_HOW_LONG,
-        ),
-    ] = limits.LEASE,
-    stop_after: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="How long handlers may take to finish when it is told to stop.",
-            rich_help_panel=_HOW_LONG,
-        ),
-    ] = limits.STOP_SECONDS,
-    stall_after: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="Kill a process whose event loop has not moved for this long.",
-            rich_help_panel=_HOW_LONG,
-        ),
-    ] = limits.STALL_SECONDS,
-    until_idle: Annotated[
-        bool,
-        typer.Option(
-            "--until-idle", help="Return when nothing is due, instead of waiting for more.", rich_help_panel=_AROUND
-        ),
-    ] = False,
-    reload: Annotated[
-        bool,
-        typer.Option(
-            "--reload",
-            help="Start again whenever a Python file below this directory changes.",
-            rich_help_panel=_AROUND,
-        ),
-    ] = False,
-    health: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Answer /live and /ready there, for probes.", rich_help_panel=_AROUND),
-    ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Log what is ordinary too.", rich_help_panel=_AROUND),
-    ] = False,
+    processes: _Processes = 1,
+    concurrency: _Concurrency = limits.CONCURRENCY,
+    queue: _Queue = None,
+    max_messages: _MaxMessages = None,
+    max_memory: _MaxMemory = None,
+    lease: _Lease = limits.LEASE,
+    stop_after: _StopAfter = limits.STOP_SECONDS,
+    stall_after: _StallAfter = limits.STALL_SECONDS,
+    until_idle: _UntilIdle = False,
+    reload: _Reload = False,
+    health: _Health = None,
+    verbose: _Verbose = False,
 ) -> None:
     """Run the handlers of an app until it is told to stop.
 
