@@ -17,8 +17,9 @@ from onefold.stores.sqlite.standstill import Standstill
 #: Called before and after every statement, with its text; only tests use it.
 Trace = Callable[[Literal["before", "after"], str], None]
 
-#: Wait this long for the write lock of another process: longer than any handler's transaction may last.
-BUSY_SECONDS_MAX = 3.0
+#: Wait this long for the write lock of another process: longer than any handler's transaction may last, and as long as
+#: Python's own driver does.
+BUSY_SECONDS_MAX = 5.0
 #: Others hold the write lock for a millisecond or so: look again after the first figure, then ever later up to the
 #: second, give or take half of it, so that those who wait do not look at the same moment.
 _BUSY_PAUSE_SECONDS, _BUSY_PAUSE_SECONDS_MAX = 0.0005, 0.01
@@ -46,7 +47,12 @@ class Patience:
         seconds = min(_BUSY_PAUSE_SECONDS * (1 + looks / 8), _BUSY_PAUSE_SECONDS_MAX) * self._chance.uniform(0.5, 1.5)
         pause(seconds)
         self._waited += seconds
-        return self._waited < BUSY_SECONDS_MAX
+        return not waited_enough(self._waited)
+
+
+def waited_enough(seconds: float) -> bool:
+    """Whether that was long enough to wait for another process's write lock."""
+    return seconds >= BUSY_SECONDS_MAX
 
 
 def open_connection(path: str, *, synchronous: str, patience: Patience, trace: Trace | None = None) -> apsw.Connection:

@@ -22,7 +22,7 @@ import apsw
 
 from onefold.clock import Clock, give_way
 from onefold.errors import StoreError
-from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX, Patience
+from onefold.stores.sqlite.connection import Patience, waited_enough
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
 from onefold.stores.sqlite.runner import Runner, tell
@@ -229,7 +229,7 @@ class Writer:
         return self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
 
     def _run_here(self, round_: Round, looks: int = 0, waited: float = 0.0) -> None:
-        if not round_.take(patient=False, last=waited >= BUSY_SECONDS_MAX):
+        if not round_.take(patient=False, last=waited_enough(waited)):
             seconds = min(_LOOK_SECONDS * (1 + looks / 4), _LOOK_SECONDS_MAX)
             self._loop.call_later(seconds, self._run_here, round_, looks + 1, waited + seconds)
         elif self._is_fast or not (self._threaded and round_.commits):
