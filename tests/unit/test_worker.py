@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from onefold import App, ConfigurationError, Context, Query, State, limits
 from onefold.fleet import WorkerSettings
 from onefold.runners import Runners
-from onefold.settling import Held
-from onefold.store import Counts, Lease
+from onefold.settling import Held, Settler
+from onefold.store import Again, Counts, Done, Lease, Outcome
 from onefold.testing.clock import FakeClock
 from onefold.worker import Worker
 
@@ -501,3 +501,46 @@ def test_what_arrives_in_the_moment_a_runner_ends_is_run(sqlite_url: str, monkey
         assert ran == [first, second]
 
     run(sqlite_url, declare, scenario)
+
+
+def test_failures_let_others_settle_first_but_not_for_long(store_url: str) -> None:
+    """S11: what is written for them alone is written for several; with nothing else to settle they do not wait."""
+    settled: list[list[type[Outcome]]] = []
+
+    def declare(app: App) -> None:
+        @app.task
+        async def quick(number: int) -> None: ...
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        await app.send_many(app.tasks["quick"].call(number) for number in range(9))
+        leases = await app.store.claim(["default"], types=["quick"], limit=9, lease=30, worker="w")
+        last, failed, *done = [Held(lease, 10**18) for lease in leases]
+        settle = app.store.settle
+
+        async def settle_while_more_are_done(settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
+            settled.append([type(outcome) for _, outcome in settlements])
+            if done:
+                settler.add(done.pop(), Done(b"null"))
+            return await settle(settlements)
+
+        def fail_one(worker: Worker) -> None:
+            nonlocal settler
+            settler = worker._settler
+            settler.add(failed, Again(5.0, None))
+            settler.add(done.pop(), Done(b"null"))
+
+        def fail_the_last(worker: Worker) -> None:
+            worker._settler.add(last, Again(5.0, None))
+
+        settler: Settler
+        app.store.settle = settle_while_more_are_done  # type: ignore[method-assign]
+        settings = WorkerSettings(
+            "w", ["default"], concurrency=1, lease_seconds=30.0, stop_seconds=1.0, until_idle=True
+        )
+        await asyncio.wait_for(app.work_as(settings, begin=fail_one), 10)
+        assert settled == [[Done], [Done], [Done], [Done], [Again, Done], [Done], [Done]]
+        settled.clear()
+        await asyncio.wait_for(app.work_as(settings, begin=fail_the_last), 10)
+        assert settled == [[Again]]
+
+    run(store_url, declare, scenario)

@@ -103,6 +103,8 @@ def rows_in(settlements: Sequence[tuple[Lease, Outcome]]) -> int:
             size += len(outcome.result or b"")
             if not (outcome.sends or outcome.notes):
                 continue  # as most are
+        elif isinstance(outcome, Again):
+            continue
         if isinstance(outcome, Done | Dead | Parked):
             total += rows_for(outcome.sends, lambda e: e.payload_inline)
         if isinstance(outcome, Done | Parked):
