@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from onefold import KeyReuseError, StoreError, StoreUnavailableError
-from onefold.clock import Clock, give_way
+from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.store import Done, Lease, State
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.connection import BUSY_SECONDS_MAX
@@ -444,6 +444,30 @@ def test_who_kept_all_others_from_writing_takes_nothing_over_from_them(play: Pla
         await transaction.conclude()
         assert await made.claim() == []
         assert await made.store.extend([lease], lease=LEASE) == [True]
+
+    play(scenario)
+
+
+def test_who_was_idle_or_hung_lets_the_others_renew_before_it_takes_over(play: Play) -> None:
+    """C13, C15: it cannot know that nobody could write meanwhile; and the dead lose theirs all the same."""
+
+    async def scenario(made: Stage) -> None:
+        alive, dead = await made.leased("alive"), await made.leased("dead")
+        beside = await made.another()
+        assert isinstance(beside, SQLiteStore)
+        standstill = beside._writer._link.standstill
+        await beside.extend([dead], lease=LEASE)
+        made.clock.advance(2 * LEASE)
+        standstill._tried_at -= MICROSECONDS
+        since = standstill._watching_since
+        claiming = asyncio.create_task(made.claim(store=beside))
+        while standstill._watching_since == since:
+            await one_turn()
+        assert await made.store.extend([alive], lease=LEASE) == [True]
+        assert [lease.id for lease in await claiming] == [dead.id]
+        # Whoever has just tried knows, and does not wait.
+        made.clock.advance(2 * LEASE)
+        assert [lease.id for lease in await made.claim(store=beside)] == [alive.id, dead.id]
 
     play(scenario)
 

@@ -112,6 +112,11 @@ def claim_possible(session: Session, gates: Gates, asked: Asked, ran_out_before:
     return False
 
 
+def has_run_out(session: Session, ran_out_before: int) -> bool:
+    """Whether there are leases that a claim would take over."""
+    return bool(session.rows("claim_overdue", ran_out_before)[0][0])
+
+
 def extend(session: Session, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:
     """Keep leases for ``lease`` seconds from now; False for each that was taken over or has run out."""
     numbers = rows_of(session, leases)

@@ -82,6 +82,9 @@ UPDATE onefold_delivery
 SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = 1 AND lease_until <= ?
 
+-- name: claim_overdue
+SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?)
+
 -- name: claim_possible
 -- The index is named here and below because the owner of the file may have made statistics that suggest another way.
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?1)

@@ -151,6 +151,11 @@ class Writer:
         """Return the moment before which a lease must have run out, now, to be anybody's."""
         return self._link.standstill.ran_out_before(lease)
 
+    @property
+    def knows_standstills(self) -> bool:
+        """Whether it would be known here if nobody had been able to write of late; see ``Standstill.is_known``."""
+        return self._link.standstill.is_known
+
     def turn(self) -> Turn:
         """Make a turn of one's own, which begins with its first call."""
         return Turn(self)
