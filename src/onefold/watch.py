@@ -100,8 +100,10 @@ class Watch:
             await self._clock.sleep(min(lease / (2 * limits.RENEWALS_PER_LEASE), limits.LEASE))
             now = self._clock.steady()
             for process in list(self._crew.processes.values()):
-                unrenewed = (now - process.board.renewed_at) / MICROSECONDS
-                if process.ready.is_set() and process.code is None and unrenewed > lease * _HELP_AFTER:
+                # To help the one before may have taken so long that this one has ended, and its board is gone.
+                if process.code is not None or not process.ready.is_set():
+                    continue
+                if now - process.board.renewed_at > lease * _HELP_AFTER * MICROSECONDS:
                     await self._renew_for(process)
 
     async def _renew_for(self, process: WorkerProcess) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onefold import App, ConfigurationError
+from onefold import App, ConfigurationError, Query, limits
 from onefold.cli.words import lasting
 from onefold.clock import SystemClock
-from onefold.crew import SupervisorSettings
+from onefold.control import Orders
+from onefold.crew import Crew, SupervisorSettings
 from onefold.fleet import WorkerSettings, describe, worker_name
 from onefold.health import parse_address
+from onefold.process import WorkerProcess
+from onefold.slots import Board, unnamed_file
+from onefold.store import Lane, Record
 from onefold.supervisor import Supervisor
+from onefold.testing.clock import FakeClock
+from onefold.testing.contracts.transactions import one_turn
+from onefold.watch import Watch
 
 
 def test_a_store_in_memory_is_refused() -> None:
@@ -73,3 +83,62 @@ def test_every_host_makes_a_name_that_is_allowed(host: str, monkeypatch: pytest.
     monkeypatch.setattr("socket.gethostname", lambda: host)
     settings = WorkerSettings(worker_name(2**22, random.Random(1)), ["default"])
     assert describe(settings, 0, 0, running=0, settled=0).name == settings.name
+
+
+def test_a_process_that_ends_while_another_is_helped_does_not_end_the_watch(tmp_path: Path) -> None:
+    """C16: the next in turn may be gone, with all that was shared with it, when the store has answered at last."""
+
+    async def process(name: str, *command: str) -> WorkerProcess:
+        child = await asyncio.create_subprocess_exec(*command)
+        orders = Orders(
+            version="1",
+            parent=os.getpid(),
+            name=name,
+            queues=["default"],
+            concurrency=1,
+            lease_seconds=30.0,
+            stop_seconds=1.0,
+            until_idle=False,
+            lane=Lane.MAIN,
+            capacity=1,
+            beat_seconds=1.0,
+            verbose=False,
+        )
+        made = WorkerProcess(child, orders, Board.create(1), unnamed_file("faults"))
+        made.ready.set()
+        return made
+
+    async def scenario() -> None:
+        clock = FakeClock()
+        async with App(f"sqlite:///{tmp_path / 'onefold.db'}", clock=clock) as app:
+            settings = SupervisorSettings(where="shop:app", queues=["default"], stall_seconds=limits.DAY)
+            crew = Crew(app.store, clock, random.Random(1), app.tasks, settings)
+            hanging, ending = await process("hanging", "sleep", "60"), await process("ending", "sleep", "60")
+            crew.processes = {one.name: one for one in (hanging, ending)}
+            helped: list[str | None] = []
+            find = app.store.find
+
+            async def find_while_the_other_ends(query: Query) -> list[Record]:
+                helped.append(query.worker)
+                if query.worker == "hanging" and ending.code is None:
+                    ending._signal(signal.SIGKILL)
+                    await ending._process.wait()
+                    ending.close()
+                return await find(query)
+
+            app.store.find = find_while_the_other_ends  # type: ignore[method-assign]
+            watching = asyncio.create_task(Watch(crew, app.store, clock, settings).run())
+            try:
+                # Each help asks twice: what to keep, and what to hand back.
+                while helped.count("hanging") < 6 and not watching.done():
+                    clock.advance(0.05)
+                    await one_turn()
+                assert "ending" not in helped
+                assert not watching.done()
+            finally:
+                watching.cancel()
+                hanging._signal(signal.SIGKILL)
+                await hanging._process.wait()
+                hanging.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
