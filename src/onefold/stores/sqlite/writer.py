@@ -154,7 +154,8 @@ class Writer:
     @property
     def knows_standstills(self) -> bool:
         """Whether it would be known here if nobody had been able to write of late; see ``Standstill.is_known``."""
-        return self._link.standstill.is_known
+        # Without a thread all who write are in this process, one at a time, so nobody can be kept from it.
+        return not self._threaded or self._link.standstill.is_known
 
     def turn(self) -> Turn:
         """Make a turn of one's own, which begins with its first call."""
