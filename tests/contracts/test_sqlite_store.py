@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from contextlib import AsyncExitStack
 
 import pytest
@@ -11,13 +12,17 @@ from onefold.clock import Clock
 from onefold.store import Store
 from onefold.stores import open_store
 from onefold.stores.sqlite import SQLiteStore
+from onefold.stores.sqlite.drivers import has_safe_log
 from onefold.testing.contracts import Bench, StoreContract, scenario
 
 
 class TestSQLiteStore(StoreContract):
+    options = ""
+    durability = "power loss"
+
     @pytest.fixture(autouse=True)
     def _database(self, sqlite_url: str) -> None:
-        self.url = sqlite_url
+        self.url = sqlite_url + self.options
 
     def make_store(self, clock: Clock) -> Store:
         return open_store(self.url, clock=clock)
@@ -25,7 +30,20 @@ class TestSQLiteStore(StoreContract):
     @scenario
     async def test_what_it_says_about_itself(self, bench: Bench) -> None:
         said = bench.store.capabilities
-        assert (said.transactional, said.shared, said.durability) == (True, False, "power loss")
+        assert (said.transactional, said.shared, said.durability) == (True, False, self.durability)
+
+
+class TestSQLiteStoreOnSqlite3(TestSQLiteStore):
+    """The same on the interpreter's own module."""
+
+    options = "?driver=sqlite3"
+    durability = "power loss" if has_safe_log(sqlite3.sqlite_version_info) else "process crash"
+
+
+class TestSQLiteStoreOnSqlite3WithoutLog(TestSQLiteStore):
+    """The same with a rollback journal, which no version damages."""
+
+    options = "?driver=sqlite3&journal=delete"
 
 
 @pytest.mark.parametrize(("boot", "free"), [("the same", False), ("another", True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,8 @@ TABLES = (
 #: Which tasks send a message of which other task when they succeed.
 CHILDREN = {"pay": "child", "relay": "child"}
 LATER = timedelta(hours=1)
+#: The library under SQLite; the other one is tried with ``ONEFOLD_TEST_DRIVER=sqlite3 pytest tests/crash -k sqlite``.
+SQLITE_DRIVER: Any = os.environ.get("ONEFOLD_TEST_DRIVER", "apsw")
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Place:
         if self.kind == "sqlite":
             from onefold.stores.sqlite import SQLiteStore
 
-            return SQLiteStore(self.url.removeprefix("sqlite:///"), clock=clock, trace=trace)
+            return SQLiteStore(self.url.removeprefix("sqlite:///"), clock=clock, trace=trace, driver=SQLITE_DRIVER)
         from onefold.stores.postgres import PostgresStore
 
         return PostgresStore(self.url, clock=clock, trace=trace)

@@ -6,11 +6,12 @@ import asyncio
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from crash_worker import make_app, work
 from onefold import App, State
 from onefold.store import Query, Record
 from onefold.testing.checker import Effect, Final, Journal, check
+
+pytestmark = pytest.mark.alone
 
 #: Long enough for a busy machine; nothing that works waits for it.
 PATIENCE_SECONDS = 30.0
@@ -73,6 +76,27 @@ def _program(url: str, name: str, middle: str, log: Path) -> Iterator[subprocess
             process.wait()
 
 
+def _freeze(process: subprocess.Popen[bytes], url: str) -> None:
+    """Stop a process at a moment when it does not hold SQLite's only write lock, as it does to renew its lease."""
+    for _ in range(20):
+        process.send_signal(signal.SIGSTOP)
+        if not url.startswith("sqlite:") or _is_writable(url.removeprefix("sqlite:///")):
+            return
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    pytest.fail("the process was stopped twenty times, each time with the write lock")
+
+
+def _is_writable(path: str) -> bool:
+    with closing(sqlite3.connect(path, timeout=0.5, isolation_level=None)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        connection.execute("ROLLBACK")
+        return True
+
+
 # Not on SQLite after its write: whoever is stopped with the only write lock stops everybody, and nobody takes over.
 @pytest.mark.parametrize(
     ("store_url", "middle"),
@@ -86,7 +110,7 @@ def test_a_stopped_worker_cannot_commit_when_it_comes_back(middle: str, store_ur
         _wait_until(lambda: b"ready" in log.read_bytes(), "the worker did not start")
         _ask(store_url, lambda app: app.tasks["pay"].send("k"))
         _wait_until(lambda: b"in the middle" in log.read_bytes(), "the handler was not reached")
-        zombie.send_signal(signal.SIGSTOP)
+        _freeze(zombie, store_url)
         with _program(store_url, "other", "", other_log):
             _wait_until(lambda: _ask(store_url, _effects) != [], f"nobody took over: {other_log.read_text()}")
             assert b"lease_lost" not in log.read_bytes()

@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
 
-import apsw
-import msgspec
-
-from onefold.clock import Clock, pause, system_random
+from onefold.clock import MICROSECONDS, SystemClock, pause, system_random
 from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError
+from onefold.stores.rows import UNREADABLE
+from onefold.stores.sqlite.drivers import (
+    BUSY,
+    CANTOPEN,
+    CORRUPT,
+    ERRORS,
+    FULL,
+    IOERR,
+    LOCKED,
+    NOMEM,
+    NOTADB,
+    READONLY,
+    Connection,
+    Driver,
+    Journal,
+    Trace,
+    is_busy,
+    result_of,
+)
 from onefold.stores.sqlite.files import damaged
-from onefold.stores.sqlite.schema import missing_migrations
-from onefold.stores.sqlite.standstill import Standstill
-
-#: Called before and after every statement, with its text; only tests use it.
-Trace = Callable[[Literal["before", "after"], str], None]
+from onefold.stores.sqlite.schema import MIGRATIONS, missing_migrations
 
 #: Wait this long for the write lock of another process: longer than any handler's transaction may last, and as long as
 #: Python's own driver does.
 BUSY_SECONDS_MAX = 5.0
+#: The write-ahead log keeps this length at most once it is copied: four times what it has between two copies, because
+#: commits are slower while it grows, and no more, because it lies on the disk for as long as the file is open.
+LOG_BYTES_MAX = 16 * 1_048_576
 #: Others hold the write lock for a millisecond or so: look again after the first figure, then ever later up to the
 #: second, give or take half of it, so that those who wait do not look at the same moment.
 _BUSY_PAUSE_SECONDS, _BUSY_PAUSE_SECONDS_MAX = 0.0005, 0.01
 
-#: What reading a damaged row raises: SQLite has no checksums, so damage may show only there.
-UNREADABLE = (UnicodeDecodeError, msgspec.DecodeError)
-#: After these little is known about the state of a connection: its transaction is given up and another takes its place.
-BREAKING = (apsw.IOError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.CantOpenError, apsw.NoMemError)
+#: How long a lock is waited for is a matter of real time, whatever clock a test has.
+_machine = SystemClock()
+
+#: All that ``translated`` has a meaning for; SQLite has no checksums, so damage may show only when a row is read.
+TRANSLATED: tuple[type[Exception], ...] = (*ERRORS, *UNREADABLE)
 
 
 class Patience:
     """Waiting for another process's write lock: bounded, a little random, and never where it would block a loop."""
 
-    def __init__(self, clock: Clock, *, allowed: bool) -> None:
+    def __init__(self, *, allowed: bool) -> None:
         self.allowed = allowed
-        self.standstill = Standstill(clock)
         self._waited = 0.0
         self._chance = system_random()
 
     def __call__(self, looks: int) -> bool:
-        self.standstill.refused()
         if not self.allowed:
             return False
         self._waited = self._waited if looks else 0.0
@@ -55,75 +68,105 @@ def waited_enough(seconds: float) -> bool:
     return seconds >= BUSY_SECONDS_MAX
 
 
-def open_connection(path: str, *, synchronous: str, patience: Patience, trace: Trace | None = None) -> apsw.Connection:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How every connection of a store is opened."""
+
+    driver: Driver
+    path: str
+    synchronous: str = "FULL"
+    #: None keeps what the file has if onefold made it, and means the write-ahead log for a new one.
+    journal: Journal | None = None
+    trace: Trace | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        return self.path == ":memory:"
+
+
+def open_connection(settings: Settings, patience: Patience) -> Connection:
     """Open the file with the settings the promise rests on, and read them back.
 
     Raises ``SchemaError`` for a file that is not a sound SQLite database; nothing is ever written over one.
     """
     try:
-        connection = apsw.Connection(path)
+        wait_seconds = BUSY_SECONDS_MAX if patience.allowed else 0
+        connection = settings.driver.connect(settings.path, trace=settings.trace, wait_seconds=wait_seconds)
         try:
-            _set_up(connection, path, synchronous, patience)
+            _set_up(connection, settings, patience)
         except BaseException:
             connection.close(True)
             raise
-    except apsw.Error as error:
-        raise translated(error, path) from error
-    if trace is not None:
-        _install(connection, trace)
+    except ERRORS as error:
+        raise translated(error, settings.path) from error
     return connection
 
 
-def _set_up(connection: apsw.Connection, path: str, synchronous: str, patience: Patience) -> None:
-    connection.set_busy_handler(patience)
-    # Otherwise every statement is planned anew whenever a parameter changes, which takes longer than to run it.
-    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
+def _set_up(connection: Connection, settings: Settings, patience: Patience) -> None:
+    connection.wait_with(patience)
     connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
     # A database that is not ours is refused before anything about it is changed.
-    missing_migrations(connection)
-    _turn_on_log(connection, patience)
+    is_ours = len(missing_migrations(connection)) < len(MIGRATIONS)
+    synchronous = settings.synchronous
+    if not settings.in_memory:
+        journal = settings.journal or ("delete" if is_ours and connection.pragma("journal_mode") == "delete" else "wal")
+        _choose_journal(connection, settings.path, journal, patience)
+        if journal == "delete" and synchronous == "FULL":
+            # A commit removes the journal; only EXTRA also syncs the directory that it was removed from.
+            synchronous = "EXTRA"
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute("PRAGMA foreign_keys = ON")
+    # The first commit after the log began anew cuts off what is longer.
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES_MAX}")
     # With the cache at 64 MB a claim of a thousand messages stays in memory.
     connection.execute("PRAGMA cache_size = -65536")
-    if path != ":memory:" and connection.pragma("journal_mode") != "wal":
-        raise ConfigurationError(f"{path}: SQLite could not turn on write-ahead logging here; use another file system")
+    # The log is made by the first transaction that needs it; afterwards it is known which file it is.
+    connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
 
 
-def _turn_on_log(connection: apsw.Connection, patience: Patience) -> None:
-    """When several processes open a new file at the same moment, SQLite fails for some of them without waiting."""
-    looks = 0
+def _choose_journal(connection: Connection, path: str, journal: Journal, patience: Patience) -> None:
+    """Set the journal, waiting: SQLite itself fails without waiting when several processes do so at one moment."""
+    give_up_at = _machine.steady() + round(BUSY_SECONDS_MAX * MICROSECONDS)
     while True:
         try:
-            connection.execute("PRAGMA journal_mode = WAL").fetchall()
-            return
-        except apsw.BusyError:
-            if not patience(looks):
+            connection.execute(f"PRAGMA journal_mode = {journal}").fetchall()
+            break
+        except ERRORS as error:
+            if is_busy(error) and journal == "delete" and connection.pragma("journal_mode") == "wal":
+                raise ConfigurationError(
+                    f"{path}: it has a write-ahead log that other connections use, so journal='delete' cannot be set; "
+                    "stop everything that has the file open, then start again"
+                ) from error
+            # SQLite may have asked to wait as well, so that how often it was asked says nothing.
+            if not is_busy(error) or not patience(0) or _machine.steady() >= give_up_at:
                 raise
-            looks += 1
+    if connection.pragma("journal_mode") != journal:
+        wanted = "turn on write-ahead logging" if journal == "wal" else "use a rollback journal"
+        raise ConfigurationError(f"{path}: SQLite could not {wanted} here; use another file system")
 
 
-def _install(connection: apsw.Connection, trace: Trace) -> None:
-    def report(event: dict[str, Any]) -> None:
-        trace("before" if event["code"] == apsw.SQLITE_TRACE_STMT else "after", event["sql"])
-
-    connection.trace_v2(apsw.SQLITE_TRACE_STMT | apsw.SQLITE_TRACE_PROFILE, report)
+def is_unreadable(error: BaseException) -> bool:
+    """Whether a row was read that is damaged."""
+    # The interpreter's module has neither a class nor a result code for this.
+    undecodable = isinstance(error, ERRORS) and str(error).startswith("Could not decode to UTF-8")
+    return undecodable or isinstance(error, UNREADABLE)
 
 
 def translated(error: Exception, path: str) -> Exception:
     """Return the error of ours that says what a failure of SQLite means for the caller."""
-    if isinstance(error, UNREADABLE):
+    if is_unreadable(error):
         return damaged(path)
-    if isinstance(error, apsw.BusyError | apsw.LockedError):
+    result = result_of(error)
+    if result in (BUSY, LOCKED):
         return StoreUnavailableError(f"{path}: another process held the write lock for too long; nothing was written")
-    if isinstance(error, apsw.FullError):
+    if result == FULL:
         return StoreUnavailableError(f"{path}: the disk is full; nothing was written.  Free space, then try again")
-    if isinstance(error, apsw.IOError | apsw.CantOpenError | apsw.NoMemError):
+    if result in (IOERR, CANTOPEN, NOMEM):
         return StoreUnavailableError(f"{path}: {error}; nothing was half-written, trying again is safe")
-    if isinstance(error, apsw.ReadOnlyError):
+    if result == READONLY:
         return StoreError(f"{path}: the file or its directory is read-only")
-    if isinstance(error, apsw.CorruptError | apsw.NotADBError):
+    if result in (CORRUPT, NOTADB):
         return damaged(path)
-    if isinstance(error, apsw.Error):
+    if isinstance(error, ERRORS):
         return StoreError(f"{path}: {error}")
     return error

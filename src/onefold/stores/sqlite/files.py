@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,8 @@ _NETWORK_FILE_SYSTEMS = {
     "smb2", "smb3", "smbfs",
 }  # fmt: skip
 
-_MAGIC = b"SQLite format 3\0"
+#: The smallest page; SQLite would take a file of one byte for an empty one, and write over it.
+_DATABASE_BYTES_MIN = 512
 #: Directories whose file system is remembered; a process opens few.
 _DIRECTORIES_MAX = 64
 
@@ -45,15 +47,18 @@ def damaged(path: str) -> SchemaError:
 
 
 def _refuse_damaged(file: Path) -> None:
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(32)
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
-    wal = Path(f"{file}-wal")
-    if head and head[:16] != _MAGIC:
+    """Look without opening: a descriptor of ours that is closed would drop the locks of this process's connections.
+
+    Whether it is a database at all is for SQLite to say.
+    """
+    if not os.access(file, os.R_OK):
+        raise ConfigurationError(f"{file} cannot be read; let the user of this process read and write it")
+    size = file.stat().st_size
+    if 0 < size < _DATABASE_BYTES_MIN:
         raise damaged(str(file))
-    if not head and wal.exists() and wal.stat().st_size:
+    wal = Path(f"{os.path.realpath(file)}-wal")
+    # SQLite would take it for a new database and remove the log, in which there may be messages.
+    if size == 0 and wal.exists() and wal.stat().st_size:
         raise damaged(str(file))
 
 

@@ -152,7 +152,7 @@ class Gates:
     def crowds(self, session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
         """Choose from each gate in turn: first one of each, then the second ones."""
         for portion in self._walk(session, "crowds", asked, queue, now, budget):
-            hungry: dict[str, int] = dict(portion)
+            hungry: dict[str, int] = {gate: top for gate, top, *_ in portion}
             had = dict.fromkeys(hungry, 0)
             while hungry and budget.room > 0:
                 share = -(-budget.room // len(hungry))
@@ -182,7 +182,13 @@ class Gates:
         is_around = False
         # As many as there is room for are enough, unless they are shut.
         size = min(limits.GATES_PER_CLAIM, max(budget.room, _PORTION_MIN))
-        for _ in range(limits.GATE_PORTIONS_MAX):
+        for number in range(limits.GATE_PORTIONS_MAX):
+            # After a portion in vain (nothing due there, or shut), ask for the gates that have something due.
+            in_vain = kind == "crowds" and number == 1 and budget.stopped_at is None
+            if in_vain and (due := _all_due(session, queue, now)) is not None:
+                yield [row for row in due if row[0] > start] + [row for row in due if row[0] <= start]
+                stop = budget.stopped_at or start
+                break
             portion = session.rows(f"{kind}_after", queue, stop, size)
             at_end = len(portion) < size
             if is_around:
@@ -202,6 +208,12 @@ class Gates:
                 stop = f"{name_of(stop)};"  # behind all of its gates
             size = limits.GATES_PER_CLAIM
         self.stops[queue, kind] = stop
+
+
+def _all_due(session: Session, queue: str, now: int) -> list[Row] | None:
+    """Return every gate with messages that are due, or None when so many are due that a walk finds some soon."""
+    gates = session.rows("crowds_due", queue, now, limits.GATES_PER_CLAIM)
+    return gates if sum(number for _, _, number in gates) < limits.GATES_PER_CLAIM else None
 
 
 def _turn(

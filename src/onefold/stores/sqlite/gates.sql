@@ -74,6 +74,15 @@ SELECT gate, (SELECT max(priority) FROM onefold_delivery INDEXED BY onefold_deli
     WHERE queue = ?1 AND state = 0 AND gate = walk.gate AND place IS NULL)
 FROM walk WHERE gate IS NOT NULL
 
+-- name: crowds_due
+-- The gates of the first `?3` messages that are due, and how many of those wait at each.  When they are fewer than
+-- `?3`, no other gate has a message that is due.
+SELECT gate, max(priority), count(*) FROM (
+    SELECT gate, priority FROM onefold_delivery INDEXED BY onefold_delivery_crowd_due
+    WHERE queue = ?1 AND state = 0 AND gate IS NOT NULL AND place IS NULL AND due_at <= ?2
+    ORDER BY due_at LIMIT ?3)
+GROUP BY gate ORDER BY gate
+
 -- name: crowds_crashed
 SELECT gate, max(priority) FROM onefold_delivery INDEXED BY onefold_delivery_crashed
 WHERE crashes > 0 AND queue = ?1 AND state = 0 AND due_at <= ?2 AND gate IS NOT NULL AND place IS NULL

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.store import Fenced, Lane, Lease
-from onefold.stores.rows import envelope_of
+from onefold.store import Dead, Fenced, Lane, Lease, damaged
+from onefold.stores.rows import encode_failure, read_envelope
 from onefold.stores.sqlite.delivering import deliver
-from onefold.stores.sqlite.gates import Asked, Budget, Gates, Pick, in_turn, merged
+from onefold.stores.sqlite.drivers import ERRORS, is_constraint
+from onefold.stores.sqlite.gates import Asked, Budget, Gates, Pick, in_turn, merged, pass_on
 from onefold.stores.sqlite.session import Row, Session, as_json
 from onefold.stores.sqlite.steps import Steps
+
+logger = logging.getLogger("onefold")
 
 #: The statement of each lane, and how many crashes it allows where it asks.
 _SELECT_OF: dict[Lane, tuple[Any, ...]] = {
@@ -33,13 +37,11 @@ class RowLease(Lease, frozen=True, gc=False):
     seq: int = 0
 
 
-def claim(
-    session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str, ran_out_before: int
-) -> list[Lease]:
+def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
     deliver(session)
-    session.run("claim_expired", ran_out_before)
+    session.run("claim_expired", steady)
     budget = Budget(session, asked, now)
     leases: list[RowLease] = []
     for queue in asked.queues:
@@ -67,10 +69,44 @@ def claim(
     if leases:
         until = steady + round(lease * MICROSECONDS)
         suspect_after = limits.SUSPECT_AFTER if asked.lane is Lane.ANY else limits.INTEGER_MAX
-        session.run("claim_take", until, worker, suspect_after, as_json([one.seq for one in leases]))
+        leases = _take(session, leases, now, (until, worker, suspect_after))
         budget.spend()
         Steps(session.connection).read_claimed(leases)
     return list(leases)
+
+
+def _take(session: Session, leases: list[RowLease], now: int, given: tuple[int, str, int]) -> list[RowLease]:
+    """Take messages together; where a row is in the way, one by one, and that row is set aside."""
+    # SQLite would make a number with a fraction of a fence that cannot rise any more.
+    if all(one.fence <= limits.INTEGER_MAX for one in leases):
+        try:
+            session.run("claim_take", *given, as_json([one.seq for one in leases]))
+        except ERRORS as error:
+            if not is_constraint(error):
+                raise
+        else:
+            return leases
+    return [one for one in leases if _take_one(session, one, now, given)]
+
+
+def _take_one(session: Session, lease: RowLease, now: int, given: tuple[int, str, int]) -> bool:
+    damage = "its fence cannot rise any more"
+    if lease.fence <= limits.INTEGER_MAX:
+        try:
+            session.run("claim_take", *given, as_json([lease.seq]))
+        except ERRORS as error:
+            if not is_constraint(error):
+                raise
+            damage = f"it cannot be claimed: {error}"
+        else:
+            return True
+    dead = Dead(damaged(damage))
+    windows = (round(dead.key_window * MICROSECONDS), round(dead.body_retention * MICROSECONDS))
+    session.run("claim_set_aside", lease.seq, encode_failure(dead.failure), now, now + windows[0], now + min(windows))
+    session.run("settle_end", as_json([lease.seq]))
+    pass_on(session, [lease.envelope], now)
+    logger.error("set_aside message_id=%s reason=damaged", lease.id)
+    return False
 
 
 def _plain(session: Session, asked: Asked, queue: str, now: int, number: int) -> list[Row]:
@@ -92,15 +128,18 @@ def _by_priority(session: Session, asked: Asked, queue: str, now: int, budget: B
 def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) -> RowLease:
     """Return the lease of a row just claimed, which still shows the fence before the claim."""
     fence, attempt, crashes, replays, wake, seq = row[14:]
-    common = (envelope_of(row), fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
-    return RowLease(*common, seq=seq) if pick is None else RowLease(*common, pick.gate, pick.gap, seq=seq)
+    envelope, damage = read_envelope(row)
+    common = (envelope, fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
+    if pick is None:
+        return RowLease(*common, damage=damage, seq=seq)
+    return RowLease(*common, pick.gate, pick.gap, damage=damage, seq=seq)
 
 
-def claim_possible(session: Session, gates: Gates, asked: Asked, ran_out_before: int) -> bool:
+def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:
     """Whether a claim might find something; only a read."""
     statement, *bounds = _POSSIBLE_OF[asked.lane]
-    now = session.clock.now()
-    if session.rows(statement, ran_out_before, as_json(asked.queues), now, asked.known, *bounds)[0][0]:
+    now, steady = session.clock.now(), session.clock.steady()
+    if session.rows(statement, steady, as_json(asked.queues), now, asked.known, *bounds)[0][0]:
         return True
     budget = Budget(session, asked, now)
     for queue in asked.queues:
@@ -112,9 +151,10 @@ def claim_possible(session: Session, gates: Gates, asked: Asked, ran_out_before:
     return False
 
 
-def has_run_out(session: Session, ran_out_before: int) -> bool:
-    """Whether there are leases that a claim would take over."""
-    return bool(session.rows("claim_overdue", ran_out_before)[0][0])
+def extend_once(session: Session, grace_micros: int) -> bool:
+    """Extend leases that ran out, each once, for owners that could not renew them; return whether there were any."""
+    steady = session.clock.steady()
+    return session.changes("claim_grace", [(steady, steady + grace_micros)]) > 0
 
 
 def extend(session: Session, leases: Sequence[Fenced], lease: float, starting: bool) -> list[bool]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-import apsw
-
 from onefold.clock import Clock, pause
-from onefold.errors import StoreUnavailableError
-from onefold.stores.sqlite.connection import BREAKING, Patience
+from onefold.errors import StoreError, StoreUnavailableError
+from onefold.stores.sqlite.connection import LOG_BYTES_MAX, Patience
+from onefold.stores.sqlite.drivers import ERRORS, Connection, is_breaking
+from onefold.stores.sqlite.guard import Files
+from onefold.stores.sqlite.interrupting import Running
 from onefold.stores.sqlite.session import Session
 
 #: A connection that broke is replaced before the next use: at once, or after these pauses, or at the use after that.
@@ -22,6 +23,9 @@ _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
 #: Copying takes a millisecond, and commits are half as fast while the log grows longer than it has ever been: with half
 #: as many pages long runs were slower, with twice as many short ones were, though large batches were a little faster.
 _CHECKPOINT_PAGES = 1_000
+#: A log that grew longer, in a large transaction or while a long read kept it from beginning anew, is made empty when
+#: nothing is to be written.
+_LOG_PAGES_MAX = LOG_BYTES_MAX // 4_096
 #: The length of the log is looked at after about so many rows, each of which is four pages or so: asking after each
 #: commit, or being told by SQLite, takes longer than to write a page.
 _LOOK_ROWS = 64
@@ -32,19 +36,30 @@ _UNKNOWN_MICROS = 1_000_000
 class Link:
     """One connection for writing; replaced when it breaks."""
 
-    def __init__(self, connect: Callable[[Patience], apsw.Connection], clock: Clock, *, lasting: bool) -> None:
+    def __init__(
+        self, connect: Callable[[Patience], Connection], clock: Clock, *, lasting: bool, files: Files | None = None
+    ) -> None:
         self._connect = connect
         self._clock = clock
         self._lasting = lasting
+        self._files = files
+        #: Whether a commit must wait for readers, which is the case without a write-ahead log.
+        self.waits_for_readers = False
+        #: Whether a reference that points nowhere is known before the commit; see ``refuse_dangling``.
+        self.sees_dangling = True
         self._open = False
         self._copied_at = 0
+        #: Whether the log is copied into the file here, and not by SQLite in a commit.
+        self._copies = False
+        #: Whether the log was longer than it is to stay when it was last looked at.
+        self.has_overlong_log = False
         #: About how many rows were written since the length of the log was looked at.
         self.written = 0
-        self.patience = Patience(clock, allowed=True)
-        self.standstill = self.patience.standstill
-        self._begun_at = 0
+        self.patience = Patience(allowed=True)
         self.session: Session
         self._connected = False
+        #: The call that runs, known by its part and by itself.
+        self.running = Running(lambda: self.session.connection.interrupt())
         #: Whether something failed after which the connection is not to be trusted.
         self.broken = False
         #: Microseconds that a commit takes, of late, and that it took to copy the log the last time.
@@ -54,10 +69,14 @@ class Link:
     def open(self) -> None:
         """Connect."""
         connection = self._connect(self.patience)
-        connection.wal_autocheckpoint(0)
+        self._copies = connection.become_writer()
+        self.sees_dangling = connection.sees_dangling
         self.session = Session(connection, self._clock)
         self._connected = True
         self.broken = False
+        self.waits_for_readers = connection.pragma("journal_mode") == "delete"
+        if self._files is not None:
+            self._files.note_log()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -73,10 +92,10 @@ class Link:
         if self._open:
             self.session.connection.execute("SAVEPOINT onefold_part")
             return True
-        self.session.connection.execute("BEGIN IMMEDIATE")
+        if self.has_stray:
+            self.session.connection.execute("ROLLBACK")
+        self.session.connection.begin()
         self._open = True
-        self.standstill.admitted()
-        self._begun_at = self._clock.steady()
         return False
 
     def keep(self, nested: bool) -> None:
@@ -93,18 +112,22 @@ class Link:
         else:
             connection.execute("ROLLBACK")
             self._open = False
-            self.standstill.note(self._begun_at)
 
     def commit(self, rows: int) -> None:
         """Make everything durable that was kept, about so many rows; when this raises, nothing of it is."""
         if not self._open:
             return
         began = self._clock.steady()
-        self.session.connection.execute("COMMIT")
+        self.session.connection.commit()
         self._open = False
         self.written += rows
         self.note_commit(began)
-        self.standstill.note(self._begun_at)
+        self.confirm()
+
+    def confirm(self) -> None:
+        """Raise after a commit that went into a file without a name, or with another library's log beside it."""
+        if self._files is not None:
+            self._files.check()
 
     def note_commit(self, began: int) -> None:
         """Take down how long a commit took that is over now."""
@@ -113,24 +136,30 @@ class Link:
 
     def refuse_dangling(self) -> None:
         """Raise for a reference of the caller's that points nowhere: it would fail the commit of everybody else."""
-        if self.session.connection.status(apsw.SQLITE_DBSTATUS_DEFERRED_FKS)[0]:
-            raise apsw.ConstraintError("FOREIGN KEY constraint failed")
+        if self.session.connection.has_dangling():
+            raise StoreError("FOREIGN KEY constraint failed")
+
+    @property
+    def has_stray(self) -> bool:
+        """Whether a transaction is open that no part began, because an exception came right behind its BEGIN.
+
+        Work that is done in it would be answered as durable and never committed.
+        """
+        return not self._open and self.session.connection.in_transaction
 
     @property
     def lost(self) -> bool:
         """Whether the transaction is gone: SQLite rolled it back by itself, or there is no connection any more."""
         try:
             return self._open and not self.session.connection.in_transaction
-        except apsw.ConnectionClosedError:
+        except ERRORS:
             return True
 
     def abandon(self, error: BaseException) -> None:
         """After an error that ended the transaction: leave nothing of it, and no broken connection, behind."""
-        with suppress(apsw.Error):
+        with suppress(*ERRORS):
             if self.session.connection.in_transaction:
                 self.session.connection.execute("ROLLBACK")
-        if self._open:
-            self.standstill.note(self._begun_at)
         self._open = False
         self.note(error)
 
@@ -138,11 +167,11 @@ class Link:
 
     def note(self, error: BaseException) -> None:
         """Take down an error after which the connection cannot be trusted any more."""
-        self.broken = self.broken or (self._lasting and isinstance(error, BREAKING))
+        self.broken = self.broken or (self._lasting and is_breaking(error))
 
     def _replace(self) -> None:
         """Close and connect again, a few times if need be; whoever comes next tries again."""
-        with suppress(apsw.Error):
+        with suppress(*ERRORS):
             self.session.connection.close(True)
         for seconds in _AGAIN_AFTER_SECONDS:
             if self.patience.allowed:
@@ -156,14 +185,15 @@ class Link:
 
     def has_long_log(self) -> bool:
         """Whether the log is long enough to be copied into the file; looked at now and then."""
-        if self._open or self.broken or self.written < _LOOK_ROWS:
+        if not self._copies or self._open or self.broken or self.written < _LOOK_ROWS:
             return False
         self.written = 0
         try:
-            pages, copied = self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
-        except apsw.Error as error:
+            pages, copied = self.session.connection.log_pages()
+        except ERRORS as error:
             self.note(error)
             return False
+        self.has_overlong_log = pages > _LOG_PAGES_MAX
         # It begins anew when all of it was copied and nobody reads it; until then it is copied once per so many pages.
         if pages < self._copied_at:
             self._copied_at = 0
@@ -176,7 +206,19 @@ class Link:
         """Copy the log into the file, apart from anybody's commit."""
         began = self._clock.steady()
         try:
-            self.session.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-        except apsw.Error as error:
+            self.session.connection.checkpoint()
+        except ERRORS as error:
             self.note(error)  # nothing is lost: it stays in the log
         self.checkpoint_micros = self._clock.steady() - began
+
+    def empty_log(self) -> None:
+        """Make the log empty, unless it is in use just now."""
+        if self.broken or self._open:
+            return
+        self.patience.allowed = False
+        try:
+            self.session.connection.empty_log()
+            self.has_overlong_log = False
+            self._copied_at = 0
+        except ERRORS as error:
+            self.note(error)  # nothing is lost: it stays in the log

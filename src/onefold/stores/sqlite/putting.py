@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import apsw
-
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
@@ -16,6 +14,7 @@ from onefold.stores.gating import FIRST_PLACE
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
 from onefold.stores.rows import message_row
 from onefold.stores.sqlite.delivering import ARRIVALS_MAX, arrive
+from onefold.stores.sqlite.drivers import ERRORS, is_constraint
 from onefold.stores.sqlite.operating import move
 from onefold.stores.sqlite.session import SQL, Row, Session, as_json
 
@@ -31,11 +30,9 @@ def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions = K
     last: int = session.rows("put_last")[0][0]
     # Every envelope has its number, also one that will turn out to be there already: numbers are plenty.
     numbered = list(enumerate(envelopes, last + 1))
-    keyed = [_key_row(seq, e) for seq, e in numbered if e.keyed and e.deduplication_key is None]
-    contested = session.changes("put_key", keyed) != len(keyed) or any(
-        e.deduplication_key is not None for e in envelopes
-    )
-    if not contested:
+    in_turn = keys.in_turn(envelopes)
+    keyed = [_key_row(seq, e) for seq, e in numbered if e.keyed and e.id not in in_turn]
+    if session.changes("put_key", keyed) == len(keyed) and not in_turn:
         fresh, answers = numbered, [Stored(e.id, _SCHEDULED) for e in envelopes]
     else:
         fresh, answers = _settle_contest(session, numbered, keyed, options)
@@ -58,7 +55,9 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
         return None
     try:
         session.connection.execute(_PUT_LONE, (*row, e.fingerprint if e.keyed else None))
-    except apsw.ConstraintError:
+    except ERRORS as error:
+        if not is_constraint(error):
+            raise
         return None
     session.arrivals += 1
     return Stored(e.id, _SCHEDULED)
@@ -82,6 +81,9 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> di
     if session.changes("put_message", rows) != len(rows):
         # The answer to an earlier put was lost, and it is asked again: what is there must not begin anew.
         stand = {id_: (seq, state) for id_, seq, state in session.rows("put_known", as_json([e.id for _, e in fresh]))}
+        for seq, e in fresh:
+            if stand[e.id][0] != seq:
+                _point_keys(session, e, seq, stand[e.id][0])
         fresh = [(seq, e) for seq, e in fresh if stand[e.id][0] == seq]
         known = {id_: State(state) for id_, (_, state) in stand.items()}
     if special := [(seq, e) for seq, e in fresh if _is_timed(e) or _is_gated(e)]:
@@ -89,6 +91,12 @@ def _insert(session: Session, fresh: list[tuple[int, Envelope]], now: int) -> di
         session.each("put_gated", [_gated_row(seq, e, now) for seq, e in special if _is_gated(e)])
     arrive(session, len(fresh))
     return known
+
+
+def _point_keys(session: Session, e: Envelope, seq: int, known: int) -> None:
+    """Point the keys of a message at its number, not at one that was not used and will be another message's."""
+    for kind, key in ((keys.IDEMPOTENCY, e.idempotency_key), (keys.DEDUPLICATION, e.deduplication_key)):
+        session.run("point_key", e.scope, key, kind, seq, known)
 
 
 def _is_timed(e: Envelope) -> bool:
@@ -115,7 +123,7 @@ def _gated_row(seq: int, e: Envelope, now: int) -> Row:
 def _settle_contest(
     session: Session, numbered: list[tuple[int, Envelope]], keyed: list[Row], options: PutOptions
 ) -> tuple[list[tuple[int, Envelope]], list[Stored]]:
-    """Decide one by one: some of these keys were taken already, or some have two."""
+    """Decide one by one, in their order: some of these keys were taken already, or are wanted by several."""
     won = {row[3] for row in keyed if session.rows("key_owner", *row[:3]) == [(row[3],)]}
     fresh: dict[str, tuple[int, Envelope]] = {}
     answers: list[Stored] = []
@@ -189,16 +197,11 @@ def _holder(
 
 def _put_batch(session: Session, envelopes: Sequence[Envelope], batch_key: str) -> list[Stored]:
     """All or nothing: every message is new, or every message is the one of the first time."""
-    fingerprint = keys.batch_fingerprint(list(envelopes))
+    fingerprint = keys.batch_fingerprint(envelopes)
     holder = _holder(session, keys.BATCH_SCOPE, batch_key, keys.BATCH, {})
-    answers = put(session, envelopes)
-    known = [a for a in answers if a.duplicate or a.clash]
-    same = holder is None or holder.fingerprint == fingerprint
-    if same and len(known) == len(answers) and not any(a.clash for a in answers):
-        return answers
-    if known or (not same and holder is not None and holder.state is not None):
-        raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
-    first: int = session.rows("lease_rows", as_json([envelopes[0].id]))[0][1]
-    expires_at = session.clock.now() + round(limits.KEY_WINDOW * MICROSECONDS)
-    _take_key(session, (keys.BATCH_SCOPE, batch_key, keys.BATCH, first, fingerprint, 1, expires_at))
+    answers, now = put(session, envelopes), session.clock.now()
+    if keys.judge_batch(batch_key, fingerprint, holder, answers, now) is Verdict.FREE:
+        first: int = session.rows("lease_rows", as_json([envelopes[0].id]))[0][1]
+        expires_at = now + round(limits.KEY_WINDOW * MICROSECONDS)
+        _take_key(session, (keys.BATCH_SCOPE, batch_key, keys.BATCH, first, fingerprint, 1, expires_at))
     return answers

@@ -73,17 +73,21 @@ UPDATE onefold_key
 SET seq = ?4, fingerprint = ?5, schema_version = ?6, expires_at = ?7, suppressed = 0
 WHERE scope = ?1 AND key = ?2 AND kind = ?3
 
+-- name: point_key
+UPDATE onefold_key SET seq = ?5 WHERE scope = ?1 AND key = ?2 AND kind = ?3 AND seq = ?4
+
 -- name: count_suppressed
 UPDATE onefold_key SET suppressed = suppressed + 1 WHERE scope = ? AND key = ? AND kind = ?
 
+-- name: claim_grace
+-- A lease that ran out is extended once, in case its owner lives and only waited for the write lock to renew it.
+UPDATE onefold_delivery SET graced = 1, lease_until = ?2 WHERE state = 1 AND lease_until <= ?1 AND graced = 0
+
 -- name: claim_expired
--- A lease that ran out: its worker died or is too slow.  The fence rises when somebody claims the message again.
+-- A lease that ran out: its worker died or is too slow.  The fence rises when the message is claimed again.
 UPDATE onefold_delivery
 SET state = 0, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = 1 AND lease_until <= ?
-
--- name: claim_overdue
-SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = 1 AND lease_until <= ?)
 
 -- name: claim_possible
 -- The index is named here and below because the owner of the file may have made statistics that suggest another way.
@@ -138,8 +142,18 @@ CROSS JOIN onefold_message m ON m.seq = d.seq
 -- Who is not yet suspected counts as started, because nobody will say when it is; a suspect is marked when it begins.
 -- Under a supervisor everybody counts as started: it says itself who was not.
 UPDATE onefold_delivery
-SET state = 1, fence = fence + 1, lease_until = ?1, worker = ?2, started = (crashes < ?3), wake_target = NULL
+SET state = 1, fence = fence + 1, lease_until = ?1, graced = 0, worker = ?2, started = (crashes < ?3),
+    wake_target = NULL
 WHERE seq IN (SELECT value FROM json_each(?4))
+
+-- name: claim_set_aside
+-- A message that cannot be claimed becomes a dead letter, so that it is not in the way of the others.
+INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, body_until, failure,
+    letter)
+SELECT d.seq, 4, CAST(min(d.fence, 9223372036854775807) AS INTEGER), d.attempt, d.crashes, d.replay_count, ?3, ?4, ?5,
+    ?2, m.id
+FROM onefold_delivery d JOIN onefold_message m ON m.seq = d.seq
+WHERE d.seq = ?1
 
 -- name: lease_rows
 -- For leases that came without the number of their row.
@@ -149,7 +163,7 @@ SELECT m.id, m.seq FROM json_each(?) given CROSS JOIN onefold_message m ON m.id 
 SELECT seq, fence, state FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?))
 
 -- name: extend
-UPDATE onefold_delivery SET lease_until = ?1, started = max(started, ?2)
+UPDATE onefold_delivery SET lease_until = ?1, graced = 0, started = max(started, ?2)
 WHERE seq IN (SELECT value FROM json_each(?3))
 
 -- name: report_owners
@@ -181,7 +195,7 @@ WHERE d.state IS NOT 1 OR d.fence = p.fence
 DELETE FROM onefold_delivery WHERE seq IN (SELECT value FROM json_each(?))
 
 -- name: settle_outcome
-INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at,
+INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, body_until,
     result, failure, letter)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 
@@ -199,8 +213,9 @@ WHERE seq IN (SELECT value FROM json_each(?))
 INSERT INTO onefold_attempt (seq, fence, attempt, at, worker, failure, delay) VALUES (?, ?, ?, ?, ?, ?, ?)
 
 -- name: move_redrive
--- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
--- When its window is over its key may already be another message's, so it is too late then.
+-- Only a letter whose body is still to be kept can run again; its fence starts above the one that ended it.
+-- When its time is over it is too late, though a purge may not have come by yet; with its key's window over, its key may
+-- already be another message's.
 INSERT INTO onefold_delivery (seq, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
     replay_count, priority, gate, place)
 SELECT o.seq, m.queue,
@@ -212,20 +227,20 @@ SELECT o.seq, m.queue,
     CASE WHEN CAST(m.headers AS TEXT) ->> '$.ordering_key' IS NOT NULL
         THEN coalesce(CAST(m.headers AS TEXT) ->> '$.sequence', ?3) END
 FROM onefold_message m JOIN onefold_outcome o ON o.seq = m.seq
-WHERE m.id = ?2 AND o.state = 4 AND o.kept_until > ?1 AND m.payload IS NOT NULL
+WHERE m.id = ?2 AND o.state = 4 AND o.body_until > ?1 AND m.payload IS NOT NULL
 RETURNING seq
 
 -- name: move_reopened
 DELETE FROM onefold_outcome WHERE seq = ?
 
 -- name: move_discard
-UPDATE onefold_outcome SET state = 6, fence = fence + 1, kept_until = ?1, purge_at = ?1, letter = NULL
+UPDATE onefold_outcome SET state = 6, fence = fence + 1, kept_until = ?1, body_until = ?1, letter = NULL
 WHERE letter = ?2
 RETURNING seq
 
 -- name: move_cancel
 -- A message that nobody ever claimed leaves its key free at once; one that may have run keeps it.
-INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, purge_at)
+INSERT INTO onefold_outcome (seq, state, fence, attempt, crashes, replay_count, ended_at, kept_until, body_until)
 SELECT d.seq, 5, d.fence + 1, d.attempt, d.crashes, d.replay_count, ?1,
     CASE WHEN d.fence = 1 THEN ?1 ELSE ?2 END, CASE WHEN d.fence = 1 THEN ?1 ELSE ?2 END
 FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq
@@ -259,42 +274,80 @@ SELECT value, version FROM onefold_register WHERE kind = ? AND name = ? AND (exp
 -- name: entries
 SELECT name, value, version FROM onefold_register WHERE kind = ? AND (expires_at IS NULL OR expires_at > ?)
 
--- name: purge_bodies
-SELECT seq FROM onefold_outcome WHERE purge_at <= ?1 AND kept_until > ?1 ORDER BY purge_at LIMIT ?2
-
--- name: purge_body
-UPDATE onefold_message SET payload = NULL WHERE seq = ?
-
--- name: purge_body_done
-UPDATE onefold_outcome SET purge_at = kept_until WHERE seq = ?
-
--- name: purge_messages
-SELECT o.seq, m.message_type, m.idempotency_key, m.id
-FROM onefold_outcome o JOIN onefold_message m ON m.seq = o.seq
-WHERE o.purge_at <= ?1 AND o.kept_until <= ?1
-ORDER BY o.purge_at LIMIT ?2
+-- name: purge_gone
+-- How many messages are over, up to a limit; the highest number, and between which numbers and ids they lie.
+-- This and what follows name the same messages, as long as their outcomes go last.
+SELECT count(*), max(m.seq), min(m.seq), min(m.id), max(m.id)
+FROM (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2) gone
+CROSS JOIN onefold_message m ON m.seq = gone.seq
 
 -- name: purge_sequence
 UPDATE onefold_sequence SET last = max(last, ?)
 
+-- name: purge_any
+-- Most messages have no attempts, steps or progress; then one look spares a thousand.
+SELECT EXISTS (SELECT 1 FROM onefold_attempt WHERE seq BETWEEN ?1 AND ?2)
+        OR EXISTS (SELECT 1 FROM onefold_progress WHERE seq BETWEEN ?1 AND ?2),
+    EXISTS (SELECT 1 FROM onefold_step WHERE message_id BETWEEN ?3 AND ?4)
+        OR EXISTS (SELECT 1 FROM onefold_blob WHERE message_id BETWEEN ?3 AND ?4)
+
+-- name: purge_message_keys
+SELECT m.message_type, m.idempotency_key, m.seq
+FROM (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2) gone
+CROSS JOIN onefold_message m ON m.seq = gone.seq
+
 -- name: purge_message_key
 DELETE FROM onefold_key WHERE scope = ? AND key = ? AND kind = 0 AND seq = ?
 
--- name: purge_message
-DELETE FROM onefold_message WHERE seq = ?
-
--- name: purge_outcome
-DELETE FROM onefold_outcome WHERE seq = ?
-
 -- name: purge_attempts
-DELETE FROM onefold_attempt WHERE seq = ?
+DELETE FROM onefold_attempt
+WHERE seq IN (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2)
 
 -- name: purge_progress
-DELETE FROM onefold_progress WHERE seq = ?
+DELETE FROM onefold_progress
+WHERE seq IN (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2)
+
+-- name: purge_steps
+DELETE FROM onefold_step WHERE message_id IN (
+    SELECT m.id FROM (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2) gone
+    CROSS JOIN onefold_message m ON m.seq = gone.seq)
+
+-- name: purge_parts
+DELETE FROM onefold_blob WHERE message_id IN (
+    SELECT m.id FROM (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2) gone
+    CROSS JOIN onefold_message m ON m.seq = gone.seq)
+
+-- name: purge_messages
+DELETE FROM onefold_message
+WHERE seq IN (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2)
+
+-- name: purge_outcomes
+DELETE FROM onefold_outcome
+WHERE seq IN (SELECT seq FROM onefold_outcome WHERE kept_until <= ?1 ORDER BY kept_until LIMIT ?2)
+
+-- name: purge_range
+-- From where bodies are still there, and up to where they go now: those of one moment go together.
+-- After the clock was set back it begins anew from there: what ends then has an earlier time than what was purged before.
+SELECT since, coalesce((
+    SELECT body_until FROM onefold_outcome WHERE body_until > since AND body_until <= ?1
+    ORDER BY body_until LIMIT 1 OFFSET ?2 - 1), ?1)
+FROM (SELECT min(bodies, ?1) AS since FROM onefold_purge)
+
+-- name: purge_bodies
+UPDATE onefold_message SET payload = NULL
+WHERE seq IN (SELECT seq FROM onefold_outcome WHERE body_until > ?1 AND body_until <= ?2)
+
+-- name: purge_bodies_done
+UPDATE onefold_purge SET bodies = ?2 WHERE ?3 OR bodies > ?1
 
 -- name: purge_keys
 DELETE FROM onefold_key
 WHERE (scope, key, kind) IN (SELECT scope, key, kind FROM onefold_key WHERE expires_at <= ? LIMIT ?)
+
+-- name: purge_acts
+-- The oldest come first, so that only so many are ever looked at.
+DELETE FROM onefold_act
+WHERE seq IN (SELECT seq FROM (SELECT seq, at FROM onefold_act ORDER BY seq LIMIT ?2) WHERE at <= ?1)
 
 -- name: purge_register
 DELETE FROM onefold_register
@@ -310,7 +363,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
     coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
-    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?2 THEN o.result END,
+    d.worker, o.ended_at, o.kept_until, o.body_until, CASE WHEN o.kept_until > ?2 THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
 FROM json_each(?1) given
@@ -322,7 +375,8 @@ ORDER BY m.id
 -- name: find_dead
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    0, 0, o.fence, o.attempt, o.crashes, o.replay_count, o.state, NULL, o.ended_at, o.kept_until, o.result, o.failure
+    0, 0, o.fence, o.attempt, o.crashes, o.replay_count, o.state, NULL, o.ended_at, o.kept_until, o.body_until, o.result,
+    o.failure
 FROM onefold_outcome o
 JOIN onefold_message m ON m.seq = o.seq
 WHERE o.letter > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
@@ -333,7 +387,7 @@ ORDER BY o.letter LIMIT ?5
 -- From the leases to their messages: what is kept is not looked at.
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
-    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL
+    d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count, d.state, d.worker, NULL, NULL, NULL, NULL, NULL
 FROM onefold_delivery d INDEXED BY onefold_delivery_lease
 CROSS JOIN onefold_message m ON m.seq = d.seq
 WHERE d.state = 1 AND d.worker = ?1 AND (?8 IS NULL OR d.crashes >= ?8)
@@ -345,7 +399,7 @@ ORDER BY m.id LIMIT ?6
 SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id, m.subject,
     m.created_at, m.retention, m.payload, m.headers,
     d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count,
-    CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, d.worker, NULL, NULL, NULL, NULL
+    CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, d.worker, NULL, NULL, NULL, NULL, NULL
 FROM onefold_delivery d INDEXED BY onefold_delivery_crashed
 CROSS JOIN onefold_message m ON m.seq = d.seq
 WHERE d.crashes > 0 AND d.crashes >= ?1
@@ -363,7 +417,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
     coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
-    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure,
+    d.worker, o.ended_at, o.kept_until, o.body_until, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure,
     coalesce((SELECT k.suppressed FROM onefold_key k
         WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.seq = m.seq), 0)
 FROM (
@@ -388,7 +442,7 @@ SELECT m.id, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.cor
     coalesce(d.fence, o.fence, 1), coalesce(d.attempt, o.attempt, 0),
     coalesce(d.crashes, o.crashes, 0), coalesce(d.replay_count, o.replay_count, 0),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state, 0),
-    d.worker, o.ended_at, o.kept_until, CASE WHEN o.kept_until > ?7 THEN o.result END,
+    d.worker, o.ended_at, o.kept_until, o.body_until, CASE WHEN o.kept_until > ?7 THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) END
 FROM onefold_message m
@@ -421,8 +475,8 @@ WHERE o.letter IS NOT NULL
 GROUP BY m.queue
 
 -- name: expire_all
--- The machine was started again, so nobody who held a lease is alive.
-UPDATE onefold_delivery SET lease_until = 0 WHERE state = 1
+-- The machine was started again, so no owner of a lease is alive.
+UPDATE onefold_delivery SET lease_until = 0, graced = 1 WHERE state = 1
 
 -- name: restored_leases
 SELECT count(*) FROM onefold_delivery WHERE state = 1

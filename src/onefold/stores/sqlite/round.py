@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-import apsw
-
-from onefold.errors import StoreUnavailableError
-from onefold.stores.sqlite.connection import BREAKING
+from onefold.clock import SystemClock
+from onefold.errors import StoreReplacedError, StoreUnavailableError
+from onefold.stores.sqlite.drivers import is_breaking, is_busy, is_trouble
 from onefold.stores.sqlite.link import Link
 from onefold.stores.sqlite.session import HERE_ROWS, Session
+
+#: How long a transaction is open is a matter of real time: a test that moves its clock does not make it longer.
+_machine = SystemClock()
 
 #: A future, and the answer or the error it is to be given.
 Told = tuple["asyncio.Future[Any]", Any, BaseException | None]
@@ -47,24 +49,40 @@ class Write:
 class Call:
     """One call inside a turn."""
 
-    __slots__ = ("args", "ending", "function", "future")
+    __slots__ = ("args", "begun", "ending", "function", "future", "is_callers")
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None, future: asyncio.Future[Any]
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        ending: Ending | None,
+        future: asyncio.Future[Any],
+        is_callers: bool = False,
     ) -> None:
         self.function = function
+        #: Whether it runs the caller's own SQL, which may take any time.
+        self.is_callers = is_callers
         self.args = args
         self.ending = ending
         self.future = future
+        self.begun = False
+
+    def is_given_up(self) -> bool:
+        """Whether its caller no longer waits for it and it has not begun; from then on it never begins."""
+        self.begun = not self.future.cancelled()
+        return not self.begun
 
 
 class Part:
-    """A turn's part of the transaction, as whoever runs the round knows it."""
+    """A turn's part of the transaction, as the thread that runs the round knows it."""
 
-    __slots__ = ("begun", "failed", "nested")
+    __slots__ = ("begun", "failed", "nested", "owned_since")
 
     def __init__(self) -> None:
+        #: Whether there is something to keep or to undo.
         self.begun = False
+        #: Since when its owner has had the lock to itself, by the machine's clock; 0 while it waits for us.
+        self.owned_since = 0
         self.nested = False
         #: Why nothing more can be done in it.
         self.failed: BaseException | None = None
@@ -126,12 +144,15 @@ class Round:
             # How much the caller's own statements wrote is not known.
             self._link.commit(HERE_ROWS if self.calls else self.rows)
         except BaseException as error:
-            self._lose(error)
+            self._lose(error, is_own=len(self._kept) == 1)
         else:
             self.told += self._kept
             self._kept.clear()
 
     def _run_writes(self, writes: list[Write]) -> bool:
+        writes = [one for one in writes if not one.future.cancelled()]
+        if not writes:
+            return True
         try:
             nested = self._link.begin()
         except BaseException as error:
@@ -154,43 +175,62 @@ class Round:
         return True
 
     def _run_call(self, part: Part, call: Call) -> bool:
-        if not part.begun and part.failed is None:
-            try:
-                part.nested = self._link.begin()
-                part.begun = True
-            except BaseException as error:
-                if self._must_wait(error):
-                    return False
-                self._link.note(error)
-                part.failed = error
-        if part.failed is not None:
-            self.told.append((call.future, None, None if call.ending is Ending.ROLLBACK else part.failed))
-        elif call.ending is Ending.ROLLBACK:
-            self._undo(None, part.nested)
-            self.told.append((call.future, None, None))
-        else:
+        if call.ending is not Ending.ROLLBACK and not part.begun and part.failed is None and not self._begin(part):
+            return False
+        if (
+            call.ending is not Ending.ROLLBACK
+            and part.failed is None
+            and self._link.running.start(call.is_given_up, part, call)
+        ):
             self._run_in(part, call)
+            return True
+        if call.ending is not None and part.begun:
+            part.begun = False
+            self._undo(None, part.nested)
+        self.told.append((call.future, None, None if call.ending is Ending.ROLLBACK else part.failed))
+        return True
+
+    def _begin(self, part: Part) -> bool:
+        """Begin a part; False if that must wait for another process's lock."""
+        try:
+            part.nested = self._link.begin()
+        except BaseException as error:
+            if self._must_wait(error):
+                return False
+            self._link.note(error)
+            part.failed = error
+        else:
+            part.begun = True
+            part.owned_since = _machine.steady()
         return True
 
     def _run_in(self, part: Part, call: Call) -> None:
         """Run a call in a part that has begun."""
         try:
-            answer = call.function(self._link.session, *call.args)
+            try:
+                # Operations of ours take as long as what they were given is large, which is not held against an owner.
+                part.owned_since = part.owned_since if call.is_callers else 0
+                answer = call.function(self._link.session, *call.args)
+            finally:
+                part.owned_since = part.owned_since or _machine.steady()
+                self._link.running.finish()
             if call.ending is Ending.COMMIT:
                 self._link.refuse_dangling()
                 self._link.keep(part.nested)
         except BaseException as error:
             if call.ending is Ending.COMMIT:
                 self._undo(error, part.nested)
-            elif isinstance(error, BREAKING) or self._link.lost:
+            elif is_breaking(error) or self._link.lost:
                 self._lose(error)
-                part.failed = error
-            self.told.append((call.future, None, error))
+                part.begun = False
+                part.failed = part.failed or error
+            # When its time is up or its caller has given up, that is the reason, and not that it was interrupted.
+            self.told.append((call.future, None, part.failed or error))
         else:
             (self.told if call.ending is None else self._kept).append((call.future, answer, None))
 
     def _must_wait(self, error: BaseException) -> bool:
-        return isinstance(error, apsw.BusyError) and not self._last
+        return is_busy(error) and not self._last
 
     def _refuse(self, writes: list[Write], error: BaseException) -> None:
         self.told += [(one.future, None, error) for one in writes]
@@ -198,7 +238,7 @@ class Round:
     def _undo(self, error: BaseException | None, nested: bool) -> bool:
         """Undo one part; True if what others did is still there."""
         try:
-            if not isinstance(error, BREAKING) and not self._link.lost:
+            if not is_breaking(error) and not self._link.lost:
                 self._link.undo(nested)
                 return True
         except BaseException as worse:
@@ -206,10 +246,10 @@ class Round:
         self._lose(error or StoreUnavailableError("the transaction was rolled back"))
         return False
 
-    def _lose(self, error: BaseException) -> None:
-        """The whole transaction is gone: tell everybody who had a part in it."""
+    def _lose(self, error: BaseException, *, is_own: bool = False) -> None:
+        """The whole transaction is gone: tell each caller with a part in it; the error may be the only one's own."""
         self._link.abandon(error)
-        if not isinstance(error, (*BREAKING, apsw.BusyError, StoreUnavailableError)):
+        if not (is_own or is_trouble(error) or isinstance(error, StoreUnavailableError | StoreReplacedError)):
             # It is somebody else's mistake, which must not be counted against them.
             self.spoiled = bool(self._kept)
             error = StoreUnavailableError("a commit shared with others was rolled back; trying again is safe")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import apsw
-
 from onefold.errors import SchemaError
 from onefold.stores.sql import Migration, load_migrations
+from onefold.stores.sqlite.drivers import Connection
 
 MIGRATIONS = load_migrations("onefold.stores.sqlite")
 
@@ -15,7 +14,7 @@ CREATE TABLE IF NOT EXISTS onefold_migration (
 )"""
 
 
-def missing_migrations(connection: apsw.Connection) -> list[Migration]:
+def missing_migrations(connection: Connection) -> list[Migration]:
     """Return what is still to be applied; raises ``SchemaError`` for a schema from the future or not ours."""
     tables = {
         row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE name LIKE 'onefold\\_%' ESCAPE '\\'")
@@ -39,7 +38,7 @@ def missing_migrations(connection: apsw.Connection) -> list[Migration]:
     return [migration for migration in MIGRATIONS if migration.number not in applied]
 
 
-def migrate(connection: apsw.Connection, now: int) -> list[str]:
+def migrate(connection: Connection, now: int) -> list[str]:
     """Apply what is missing, all in the transaction that the caller holds; return the names."""
     todo = missing_migrations(connection)
     connection.execute(_TABLE)
@@ -48,5 +47,5 @@ def migrate(connection: apsw.Connection, now: int) -> list[str]:
             "INSERT INTO onefold_migration VALUES (?, ?, ?, ?)",
             (migration.number, migration.name, migration.checksum, now),
         )
-        connection.execute(migration.text)
+        connection.run_each(migration.text, (), lambda _: None)
     return [migration.name for migration in todo]

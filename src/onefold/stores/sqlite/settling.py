@@ -160,16 +160,16 @@ def _wins(fences: dict[int, tuple[int, int]], lease: Lease, seq: int | None) -> 
 
 
 def _done_row(seq: int, lease: Lease, outcome: Done, now: int) -> Row:
-    kept_until, purge_at = _windows(outcome, now)
+    kept_until, body_until = _windows(outcome, now)
     # A run that succeeded is not a failed attempt, one that died of its last failure is.
     counts = (lease.fence, lease.attempt - 1, lease.crashes, lease.replay_count)
-    return (seq, _DONE, *counts, now, kept_until, purge_at, outcome.result, None, None)
+    return (seq, _DONE, *counts, now, kept_until, body_until, outcome.result, None, None)
 
 
 def _dead_row(seq: int, lease: Lease, outcome: Dead, failure: bytes | None, now: int) -> Row:
-    kept_until, purge_at = _windows(outcome, now)
+    kept_until, body_until = _windows(outcome, now)
     counts = (lease.fence, lease.attempt if outcome.ran else lease.attempt - 1, lease.crashes, lease.replay_count)
-    return (seq, _DEAD, *counts, now, kept_until, purge_at, None, failure, lease.id)
+    return (seq, _DEAD, *counts, now, kept_until, body_until, None, failure, lease.id)
 
 
 def _windows(outcome: Done | Dead, now: int) -> tuple[int, int]:

@@ -6,31 +6,28 @@ Plain blocking code, like the session it belongs to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
-import apsw
 import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
-from onefold.store import Failure, Lease, Parked, State
+from onefold.store import Lease, Parked, State
 from onefold.stores import steps as lines
+from onefold.stores.rows import read_failure, read_reply_to
 from onefold.stores.sql import load_statements
-from onefold.stores.sqlite.connection import UNREADABLE
+from onefold.stores.sqlite.connection import TRANSLATED, is_unreadable
+from onefold.stores.sqlite.drivers import Connection
 from onefold.stores.sqlite.session import as_json
 
 SQL = load_statements("onefold.stores.sqlite", "steps.sql")
-
-_decode_failure = msgspec.json.Decoder(Failure).decode
 
 
 class Steps:
     """The verbs on journals."""
 
-    def __init__(self, connection: apsw.Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def _rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
@@ -112,8 +109,8 @@ class Steps:
     def reply_for(self, message_id: str, state: State, now: int) -> None:
         """Tell the parent of a message that a person has ended it."""
         for headers, replay_count, failure in self._rows("move_reply", message_id):
-            if (reply_to := unpack_headers(headers).reply_to) is not None:
-                known = None if failure is None else _decode_failure(failure)
+            if (reply_to := read_reply_to(headers)) is not None:
+                known = None if failure is None else read_failure(failure)
                 ended = lines.ended_by_hand(message_id, state, known)
                 self.tell([lines.reply(reply_to, replay_count, ended)], now)
 
@@ -129,8 +126,11 @@ class Steps:
             return
         most = (limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_LINES_MAX)
         # A damaged journal is to fail its own run, when that reads it, and not the claim.
-        with suppress(*UNREADABLE):
+        try:
             lines.give_journals(runs, self._rows("claim_journals", as_json([lease.id for lease in runs]), *most))
+        except TRANSLATED as error:
+            if not is_unreadable(error):
+                raise
 
     def _whole(self, message_id: str, step: Step) -> Step:
         """Put the value of a large line together."""
@@ -138,11 +138,6 @@ class Steps:
             return step
         parts = self._rows("parts", message_id, lines.blob_name(step))
         return msgspec.structs.replace(step, value=b"".join(part for (part,) in parts))
-
-    def purge(self, ids: Sequence[str]) -> None:
-        """Remove the journals of these messages."""
-        for name in ("purge_steps", "purge_parts"):
-            self._connection.executemany(SQL[name], ((id_,) for id_ in ids))
 
 
 def _due_at(outcome: Parked, now: int) -> int:

@@ -77,9 +77,3 @@ LIMIT ?3
 
 -- name: parts
 SELECT data FROM onefold_blob WHERE message_id = ? AND name = ? ORDER BY part
-
--- name: purge_steps
-DELETE FROM onefold_step WHERE message_id = ?
-
--- name: purge_parts
-DELETE FROM onefold_blob WHERE message_id = ?

@@ -6,13 +6,14 @@ Processes take turns through SQLite's own lock.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-import apsw
-
 from onefold import limits
-from onefold.clock import Clock, SystemClock, boot_id
+from onefold.clock import MICROSECONDS, Clock, SystemClock, boot_id
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError, StoreError
 from onefold.gate import NO_GATINGS, Gating
@@ -36,11 +37,21 @@ from onefold.store import (
 )
 from onefold.stores.coalesce import Coalescer
 from onefold.stores.home import Home
-from onefold.stores.sqlite.connection import BREAKING, UNREADABLE, Patience, Trace, open_connection, translated
+from onefold.stores.sqlite.connection import TRANSLATED, Patience, Settings, is_unreadable, open_connection, translated
+from onefold.stores.sqlite.drivers import (
+    Connection,
+    Journal,
+    Library,
+    Trace,
+    has_safe_log,
+    is_trouble,
+    load_driver,
+)
 from onefold.stores.sqlite.files import refuse_unsafe_file
 from onefold.stores.sqlite.finding import attempts, count, find
 from onefold.stores.sqlite.gates import Asked, Gates
-from onefold.stores.sqlite.leasing import claim, claim_possible, extend, has_run_out
+from onefold.stores.sqlite.guard import Files, Hold, hold
+from onefold.stores.sqlite.leasing import claim, claim_possible, extend, extend_once
 from onefold.stores.sqlite.operating import (
     entries,
     record,
@@ -50,23 +61,25 @@ from onefold.stores.sqlite.operating import (
     restored,
 )
 from onefold.stores.sqlite.putting import put, put_lone
-from onefold.stores.sqlite.reader import Reader, fetch
+from onefold.stores.sqlite.reader import Readers, Use, fetch_from_memory
 from onefold.stores.sqlite.reporting import progress, report
 from onefold.stores.sqlite.runner import InlineRunner, Runner, ThreadRunner
 from onefold.stores.sqlite.schema import migrate
 from onefold.stores.sqlite.session import Row, Session, as_json, rows_for
 from onefold.stores.sqlite.settling import rows_in, settle
-from onefold.stores.sqlite.standstill import CHANCE_SECONDS
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.sqlite.transaction import SQLiteTransaction, frees_places, may_bring_work
 from onefold.stores.sqlite.wake import Wake
 from onefold.stores.sqlite.writer import Writer
 from onefold.stores.steps import or_lost
 
+logger = logging.getLogger("onefold")
+
 Answer = TypeVar("Answer")
 
-#: How long others have their chance is a matter of real time: a test that moves its clock gives nobody any.
-_machine = SystemClock()
+#: How long a lease that ran out is left to its owner, which may be alive and have waited for the write lock to renew
+#: it: a process that waits for the lock asks for it every few milliseconds.
+TAKEOVER_GRACE_MICROS = 300_000
 
 #: What touches any number of rows is never done on the event loop.
 _MANY_ROWS = limits.SEND_MANY_MAX
@@ -89,57 +102,84 @@ class SQLiteStore:
         inline: bool = False,
         boot: str | None = None,
         trace: Trace | None = None,
+        driver: Library = "apsw",
+        journal: Journal | None = None,
     ) -> None:
+        if journal not in (None, "wal", "delete"):
+            raise ConfigurationError(f"journal is {journal!r}; the SQLite store knows 'wal' and 'delete'")
         if synchronous not in ("OFF", "NORMAL", "FULL", "EXTRA"):
             raise ConfigurationError(f"synchronous is {synchronous!r}; SQLite knows OFF, NORMAL, FULL and EXTRA")
         self.path = path
         self._clock = clock or SystemClock()
-        self._synchronous = synchronous
         self._inline = inline
         self._boot = boot or boot_id()
-        self._trace = trace
-        self._memory = path == ":memory:"
+        self._settings = Settings(load_driver(driver), path, synchronous, journal, trace)
+        self._library: Library = driver
+        self._memory = self._settings.in_memory
+        self._files: Files | None = None
+        self._hold: Hold | None = None
         self._opened = False
         #: Whether the last claim found something, so that the next one need not look first.
         self._found = False
         self._gates = Gates()
+        # Where all that write are in this process, they take turns, and no owner is kept from renewing; nor is one by
+        # a test that moves its clock.
+        is_alone = inline or self._memory or not isinstance(self._clock, SystemClock)
+        self._grace_micros = 0 if is_alone else TAKEOVER_GRACE_MICROS
+        self._graced_until = 0
         self.capabilities = Capabilities(
             transactional=True,
             shared=False,
             notifies=not self._memory,
-            durability=_durability(self._memory, synchronous),
+            durability=self._durability(journal),
         )
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that says what is due; an app on this store goes by the same."""
+        return self._clock
 
     async def open(self) -> None:
         if self._opened:
             return
         if not self._memory:
-            refuse_unsafe_file(self.path)
+            self._hold_file()
         self._home = Home()
         self._wake = Wake(self.path, between_processes=not self._inline and not self._memory)
         self._writing: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-writer")
         self._writer = Writer(
-            self._connect, self._clock, self._writing, threaded=not self._inline, lasting=not self._memory
+            self._connect,
+            self._clock,
+            self._writing,
+            threaded=not self._inline,
+            lasting=not self._memory,
+            files=self._files,
         )
-        self._reader = None if self._memory else self._make_reader()
+        self._readers = Readers(self._connect, self._clock, inline=self._inline)
         self._journals: Coalescer[str, list[Step]] = Coalescer(self._read_journals, most=_JOURNALS_MAX)
         self._opened = True
         try:
             await self._writer.open()
+            if not self._memory:
+                self._judge(self._writer.journal)
             self._applied = await self.migrate()
             await self._write(lambda session: release_after_boot(session, self._boot))
-            if self._reader is not None:
-                await self._reader.open()
+            if not self._memory:
+                await self._readers.of("claims").open()
         except BaseException:
             await self.close()
             raise
 
-    def _make_reader(self) -> Reader:
-        runner: Runner = InlineRunner() if self._inline else ThreadRunner("onefold-reader")
-        return Reader(self._connect, self._clock, runner, Patience(self._clock, allowed=not self._inline))
+    def _hold_file(self) -> None:
+        # A change of the working directory must not lead a later connection to another file.
+        path = os.path.abspath(self.path)
+        refuse_unsafe_file(path)
+        self._hold = hold(path, self._library)
+        self._files = Files(path, self._hold.identity)
+        self._settings = replace(self._settings, path=path)
 
-    def _connect(self, patience: Patience) -> apsw.Connection:
-        return open_connection(self.path, synchronous=self._synchronous, patience=patience, trace=self._trace)
+    def _connect(self, patience: Patience) -> Connection:
+        return open_connection(self._settings, patience)
 
     async def close(self) -> None:
         if not self._opened or self._home.abroad:
@@ -150,8 +190,26 @@ class SQLiteStore:
         self._wake.close()
         await self._writer.close()
         self._writing.close()
-        if self._reader is not None:
-            await self._reader.close()
+        await self._readers.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    def twin(self) -> SQLiteStore | None:
+        if self._memory or self._inline or not isinstance(self._clock, SystemClock):
+            return None
+        # Its event loop has nothing else to do, so it needs no threads of its own.
+        return SQLiteStore(
+            self._settings.path,
+            synchronous=self._settings.synchronous,
+            inline=True,
+            boot=self._boot,
+            driver=self._library,
+            journal=self._settings.journal,
+        )
 
     async def migrate(self) -> list[str]:
         if not self._opened:
@@ -159,21 +217,46 @@ class SQLiteStore:
             return self._applied
         return await self._write(lambda session: migrate(session.connection, self._clock.now()), rows=_MANY_ROWS)
 
+    def _durability(self, journal: str | None) -> Literal["power loss", "process crash", "nothing"]:
+        if self._memory:
+            return "nothing"
+        safe = self._settings.synchronous in ("FULL", "EXTRA")
+        if journal != "delete" and not has_safe_log(self._settings.driver.VERSION):
+            safe = False
+        return "power loss" if safe else "process crash"
+
+    def _judge(self, journal: str) -> None:
+        """Say what the journal that the file turned out to have is worth with this version of SQLite."""
+        self.capabilities = replace(self.capabilities, durability=self._durability(journal))
+        version = self._settings.driver.VERSION
+        # An inline store is the second of its process, or part of a simulation: it need not be said again.
+        if journal == "wal" and not has_safe_log(version) and not self._inline:
+            logger.warning(
+                "%s: SQLite %s of the %s module can, rarely, damage a file with a write-ahead log when two connections "
+                "copy the log at the same moment; it was mended in 3.51.3, 3.50.7 and 3.44.6.  Use journal='delete', "
+                "or a Python with a newer SQLite",
+                self.path,
+                ".".join(map(str, version)),
+                self._library,
+            )
+
     def _refuse_misuse(self) -> None:
         if not self._opened:
             raise StoreError("the store is closed; use it inside `async with app`")
         self._home.refuse_strangers()
+        if self._files is not None:
+            self._files.refuse_replaced()
 
     # writing
 
-    def transaction(self, connection: Any = None) -> SQLiteTransaction:
+    def transaction(self, connection: Any = None, *, seconds: float | None = None) -> SQLiteTransaction:
         if connection is not None:
             raise ConfigurationError(
                 f"the SQLite store cannot join a {type(connection).__module__} connection; use app.transaction() and "
                 "its execute(), so that one SQLite library writes the file"
             )
         self._refuse_misuse()
-        return SQLiteTransaction(self.path, self._home, self._writer.turn(), self._wake)
+        return SQLiteTransaction(self.path, self._home, self._writer.turn(seconds), self._wake)
 
     async def _write(self, operation: Callable[[Session], Answer], *, rows: int = 1) -> Answer:
         """Run one operation in a transaction that concurrent callers share; durable when it returns."""
@@ -183,7 +266,7 @@ class SQLiteStore:
     async def _translate(self, awaited: Awaitable[Answer]) -> Answer:
         try:
             return await awaited
-        except (apsw.Error, *UNREADABLE) as error:
+        except TRANSLATED as error:
             raise translated(error, self.path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
@@ -234,27 +317,18 @@ class SQLiteStore:
     ) -> list[Lease]:
         asked = Asked(queues, frozenset(types), as_json(types), limit, lane, gatings, at_once)
         # Looking first keeps idle workers away from the write lock.
-        if not self._found and not await self._read(
-            lambda session: claim_possible(session, self._gates, asked, self._writer.ran_out_before(lease))
-        ):
+        if not self._found and not await self._read(lambda session: claim_possible(session, self._gates, asked)):
             return []
 
-        doubted = False
-
         def take(session: Session) -> list[Lease]:
-            nonlocal doubted
-            # Asked here, where it is known how long the lock had to be waited for.
-            ran_out_before = self._writer.ran_out_before(lease)
-            doubted = not self._writer.knows_standstills and has_run_out(session, ran_out_before)
-            if doubted:
-                ran_out_before = -limits.INTEGER_MAX
-            return claim(session, self._gates, asked, lease=lease, worker=worker, ran_out_before=ran_out_before)
+            if self._grace_micros and extend_once(session, self._grace_micros):
+                self._graced_until = self._clock.steady() + self._grace_micros
+            return claim(session, self._gates, asked, lease=lease, worker=worker)
 
         leases = await self._write(take, rows=limit)
-        while doubted and not leases:
-            # Perhaps their owners are alive and could not renew them, for want of the lock: let them do so first.
-            # Whoever hangs meanwhile knows as little as before.
-            await _machine.sleep(CHANCE_SECONDS)
+        while not leases and (left := self._graced_until - self._clock.steady()) > 0:
+            # With nothing else to do, look again when the time of those owners is over, or when something comes.
+            await self._wake.wait(left / MICROSECONDS)
             leases = await self._write(take, rows=limit)
         self._found = bool(leases)
         return leases
@@ -277,27 +351,26 @@ class SQLiteStore:
 
     # reading
 
-    async def _read(self, operation: Callable[[Session], Answer]) -> Answer:
+    async def _read(self, operation: Callable[[Session], Answer], use: Use = "claims") -> Answer:
         self._refuse_misuse()
-        reading = self._writer.write(operation) if self._reader is None else self._reader.read(operation)
+        reading = self._writer.write(operation) if self._memory else self._readers.of(use).read(operation)
         return await self._translate(reading)
 
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         self._refuse_misuse()
-
-        def read(session: Session) -> list[Row]:
-            return fetch(session, statement, parameters)
-
         try:
-            return await (
-                self._writer.write(read, rows=_MANY_ROWS) if self._reader is None else self._reader.read(read)
-            )
-        except (apsw.BusyError, *BREAKING) as error:
-            # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
+            if self._memory:
+                return await fetch_from_memory(self._writer, statement, parameters)
+            # Without a write-ahead log a read keeps writers from committing.
+            seconds = limits.FETCH_SECONDS_MAX if self._writer.journal == "wal" else limits.TRANSACTION_SECONDS_MAX
+            return await self._readers.of("callers").fetch(statement, parameters, seconds)
+        except TRANSLATED as error:
+            if not (is_trouble(error) or is_unreadable(error)):
+                raise  # it is about the caller's own SQL, and the caller's to read
             raise translated(error, self.path) from error
 
     async def find(self, query: Query) -> list[Record]:
-        return await self._read(lambda session: find(session, query))
+        return await self._read(lambda session: find(session, query), "operators")
 
     async def steps(self, message_id: str) -> list[Step]:
         self._refuse_misuse()
@@ -308,25 +381,19 @@ class SQLiteStore:
         return await self._read(lambda session: [Steps(session.connection).read(one) for one in message_ids])
 
     async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
-        return await self._read(lambda session: progress(session, ids))
+        return await self._read(lambda session: progress(session, ids), "operators")
 
     async def attempts(self, message_id: str) -> list[Attempt]:
-        return await self._read(lambda session: attempts(session, message_id))
+        return await self._read(lambda session: attempts(session, message_id), "operators")
 
     async def registered(self, kind: str, name: str) -> Registered | None:
         return await self._read(lambda session: registered(session, kind, name))
 
     async def entries(self, kind: str) -> dict[str, Registered]:
-        return await self._read(lambda session: entries(session, kind))
+        return await self._read(lambda session: entries(session, kind), "operators")
 
     async def now(self) -> int:
         return self._clock.now()
 
     async def count(self) -> dict[str, Counts]:
-        return await self._read(count)
-
-
-def _durability(memory: bool, synchronous: str) -> Literal["power loss", "process crash", "nothing"]:
-    if memory:
-        return "nothing"
-    return "power loss" if synchronous in ("FULL", "EXTRA") else "process crash"
+        return await self._read(count, "operators")

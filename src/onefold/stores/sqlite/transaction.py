@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
-
-import apsw
 
 from onefold import limits
 from onefold.envelope import Envelope
@@ -28,23 +25,18 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.home import Home
-from onefold.stores.sqlite.connection import BREAKING, translated
+from onefold.stores.sqlite.connection import translated
+from onefold.stores.sqlite.drivers import ERRORS, is_trouble
 from onefold.stores.sqlite.operating import move, purge, record, register, rewind
 from onefold.stores.sqlite.putting import put
 from onefold.stores.sqlite.round import Ending
 from onefold.stores.sqlite.session import Row, Session
 from onefold.stores.sqlite.settling import settle, settle_all
+from onefold.stores.sqlite.turn import Turn
 from onefold.stores.sqlite.wake import Wake
-from onefold.stores.sqlite.writer import Turn
 from onefold.stores.steps import or_lost
 
 Answer = TypeVar("Answer")
-
-#: White space and comments before a statement, then its first word if that would end the transaction or nest one.
-_CONTROL = re.compile(
-    r"(?>[\s;\ufeff]|--[^\n]*+|/\*.*?(?:\*/|\Z))*+(BEGIN|COMMIT|END|ROLLBACK|SAVEPOINT|RELEASE)\b",
-    re.IGNORECASE | re.DOTALL,
-)
 
 
 class SQLiteTransaction:
@@ -84,9 +76,10 @@ class SQLiteTransaction:
     async def execute(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         self._refuse_late()
         try:
-            return await self._turn.run(_execute, statement, parameters)
-        except (apsw.BusyError, *BREAKING) as error:
-            # These are the store's troubles; anything else is about the caller's own SQL, and the caller's to read.
+            return await self._turn.execute(Session.run_callers, statement, parameters)
+        except ERRORS as error:
+            if not is_trouble(error):
+                raise  # it is about the caller's own SQL, and the caller's to read
             raise translated(error, self._path) from error
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
@@ -136,7 +129,7 @@ class SQLiteTransaction:
     async def _translate(self, awaited: Awaitable[Answer]) -> Answer:
         try:
             return await awaited
-        except apsw.Error as error:
+        except ERRORS as error:
             raise translated(error, self._path) from error
 
     def _refuse_late(self) -> None:
@@ -161,21 +154,6 @@ def may_bring_work(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:
         elif not isinstance(o, Again):
             return True
     return False
-
-
-def _execute(session: Session, statement: str, parameters: Sequence[Any] | Mapping[str, Any]) -> list[Row]:
-    """Run the caller's SQL, which may be several statements, none of which may end the transaction."""
-    cursor = session.connection.cursor()
-    cursor.exec_trace = _refuse_control
-    return cursor.execute(statement, parameters).fetchall()
-
-
-def _refuse_control(_cursor: apsw.Cursor, statement: str, _parameters: Any) -> bool:
-    if found := _CONTROL.match(statement):
-        raise StoreError(
-            f"{found[1].upper()} is not yours to say here: the transaction ends with the handler or the block"
-        )
-    return True
 
 
 def frees_places(settlements: Sequence[tuple[Lease, Outcome]]) -> bool:

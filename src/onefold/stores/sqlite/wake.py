@@ -1,21 +1,23 @@
-"""Waking workers of other processes on the same SQLite file, without anybody polling in between.
+"""Waking the workers that wait on a SQLite file, in this process and in others, without polling in between.
 
-Every waiting process listens on a Unix datagram socket in a directory named after the file;
-whoever commits sends a byte to each.  All of it is a hint: a lost byte costs at most one polling interval.
+All of it is a hint: a lost one costs at most one polling interval, so nothing that goes wrong here ever fails the
+send or the settlement that it was for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
+import logging
 import socket
-import tempfile
 
-#: Other processes are woken at most this often: whoever commits faster than that need not tell them each time.
+from onefold.stores.sqlite.listeners import LISTENERS_MAX, Listeners
+
+logger = logging.getLogger("onefold")
+
+#: Other processes are woken at most this often: a process that commits faster need not tell them each time.
 _RING_SECONDS = 0.001
-#: While nobody listens, whoever commits looks for listeners only this often.
+#: While no other process listens, commits look for listeners only this often.
 _LOOK_SECONDS = 0.005
 
 
@@ -23,37 +25,48 @@ class Wake:
     """The doorbell of one file."""
 
     def __init__(self, path: str, *, between_processes: bool) -> None:
-        digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24]
-        self._directory = os.path.join(tempfile.gettempdir(), f"onefold-wake-{digest}")
-        self._between_processes = between_processes and hasattr(socket, "AF_UNIX")
+        has_sockets = hasattr(socket, "AF_UNIX")
+        self._listeners = Listeners(path) if between_processes and has_sockets else None
         self._rung = asyncio.Event()
         self._listening: socket.socket | None = None
-        self._name = ""
-        self._sending: socket.socket | None = None
-        self._bells: list[str] = []
-        self._bells_as_of = -1
         self._pause: asyncio.TimerHandle | None = None
         self._rung_meanwhile = False
+        self._told_trouble = False
 
     async def wait(self, timeout: float) -> None:
         """Return when the bell rings, or after ``timeout`` seconds."""
-        if self._between_processes and self._listening is None:
-            self._listen()
+        if self._listeners is not None and self._listening is None:
+            self._listen(self._listeners)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._rung.wait()
         self._rung.clear()
 
     def ring(self, *, elsewhere: bool = True) -> None:
-        """Wake everybody who waits, here and in other processes, or only those who wait here."""
+        """Wake all that wait, here and in other processes, or only those that wait here; never raises."""
         self._rung.set()
-        if not (elsewhere and self._between_processes):
+        if not elsewhere or self._listeners is None:
             return
         if self._pause is not None:
             self._rung_meanwhile = True
             return
-        pause = _RING_SECONDS if self._ring_others() else _LOOK_SECONDS
+        pause = _RING_SECONDS if self._ring_others(self._listeners) else _LOOK_SECONDS
         self._pause = asyncio.get_running_loop().call_later(pause, self._end_pause)
+
+    def close(self) -> None:
+        """Stop listening; calling it twice is harmless."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        if self._listening is not None:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+        if self._listeners is not None:
+            if self._rung_meanwhile:
+                self._ring_others(self._listeners)
+            self._listeners.close()
 
     def _end_pause(self) -> None:
         self._pause = None
@@ -61,68 +74,36 @@ class Wake:
             self._rung_meanwhile = False
             self.ring()
 
-    def _listen(self) -> None:
+    def _listen(self, listeners: Listeners) -> None:
+        """Listen to other processes; where that is not possible polling must do, and the next wait tries again."""
+        listening: socket.socket | None = None
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._directory, mode=0o700)
-            self._name = os.path.join(self._directory, f"{os.getpid()}-{id(self):x}")
-            self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._listening.setblocking(False)
-            self._listening.bind(self._name)
-            asyncio.get_running_loop().add_reader(self._listening, self._heard)
-        except (OSError, NotImplementedError):
-            # The directory belongs to somebody else, or the platform cannot: polling alone must do.
-            self._between_processes = False
+            listening = listeners.listen()
+            asyncio.get_running_loop().add_reader(listening, self._heard, listening)
+        except (OSError, NotImplementedError) as error:
+            if listening is not None:
+                listening.close()
+            listeners.close()
+            self._tell_trouble(listeners, error)
+        else:
+            self._listening = listening
 
-    def _heard(self) -> None:
-        assert self._listening is not None
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._listening.recv(64)
-                self._rung.set()
+    def _heard(self, listening: socket.socket) -> None:
+        self._rung.set()
+        with contextlib.suppress(OSError):
+            # What is left after that many is read at the next turn of the loop.
+            for _ in range(LISTENERS_MAX):
+                listening.recv(64)
 
-    def _ring_others(self) -> bool:
-        """Ring at every other process that listens, and say whether there is one."""
+    def _ring_others(self, listeners: Listeners) -> bool:
+        """Notify other processes, and say whether one listens."""
         try:
-            as_of = os.stat(self._directory).st_mtime_ns
-        except OSError:
-            return False  # nobody waits on this file
-        if as_of != self._bells_as_of:
-            self._bells = [entry.path for entry in os.scandir(self._directory) if entry.path != self._name]
-            self._bells_as_of = as_of
-        if self._sending is None:
-            self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._sending.setblocking(False)
-        for bell in self._bells:
-            self._send(self._sending, bell)
-        return bool(self._bells)
+            return listeners.notify()
+        except OSError as error:
+            self._tell_trouble(listeners, error)
+            return False
 
-    def _send(self, sending: socket.socket, bell: str) -> None:
-        try:
-            sending.sendto(b"!", bell)
-        except BlockingIOError:
-            pass  # its buffer is full of rings it has not heard yet
-        except ConnectionRefusedError:
-            with contextlib.suppress(OSError):
-                os.unlink(bell)  # its process is gone
-        except OSError:
-            self._bells_as_of = -1
-
-    def close(self) -> None:
-        """Stop listening; calling it twice is harmless."""
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
-            if self._rung_meanwhile:
-                self._ring_others()
-        if self._listening is not None:
-            with contextlib.suppress(RuntimeError):
-                asyncio.get_running_loop().remove_reader(self._listening)
-            self._listening.close()
-            self._listening = None
-            with contextlib.suppress(OSError):
-                os.unlink(self._name)
-                os.rmdir(self._directory)  # refused while others still listen there
-        if self._sending is not None:
-            self._sending.close()
-            self._sending = None
+    def _tell_trouble(self, listeners: Listeners, error: Exception) -> None:
+        if not self._told_trouble:
+            self._told_trouble = True
+            logger.warning("wake_ups_off directory=%s error=%s workers poll instead", listeners.directory, error)

@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import apsw
-
+from onefold import limits
 from onefold.clock import Clock, give_way
-from onefold.errors import StoreError
 from onefold.stores.sqlite.connection import Patience, waited_enough
+from onefold.stores.sqlite.drivers import Connection
+from onefold.stores.sqlite.guard import Files
 from onefold.stores.sqlite.link import Link
-from onefold.stores.sqlite.round import Call, Ending, Part, Round, Told, Write
+from onefold.stores.sqlite.round import Call, Ending, Round, Told, Write
 from onefold.stores.sqlite.runner import Runner, tell
 from onefold.stores.sqlite.session import HERE_ROWS, Session
+from onefold.stores.sqlite.turn import Turn, Watchdog, closed, given_up, nothing, too_long
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -45,6 +46,8 @@ _SHORT_TURN_MICROS = 5_000
 _SPOILED_MICROS = 1_000_000
 #: Commits are made, and the log is copied, on the event loop while that takes no longer than this.
 _HERE_COMMIT_MICROS = 2_000
+#: A log that has grown too long is made empty when nothing is written after this long, or after as long again.
+_EMPTY_LOG_SECONDS = 1.0
 #: Somebody who writes alone looks for company after so many writes and about so long: all others wait meanwhile.
 _LONE_MAX = 16
 _LONE_MICROS = 4_000
@@ -55,17 +58,18 @@ class Writer:
 
     def __init__(
         self,
-        connect: Callable[[Patience], apsw.Connection],
+        connect: Callable[[Patience], Connection],
         clock: Clock,
         runner: Runner,
         *,
         threaded: bool,
         lasting: bool,
+        files: Files | None = None,
     ) -> None:
         self._clock = clock
         self._runner = runner
         self._threaded = threaded
-        self._link = Link(connect, clock, lasting=lasting)
+        self._link = Link(connect, clock, lasting=lasting, files=files)
         self._waiting: deque[Write | Turn] = deque()
         self._kept: list[Told] = []
         #: The turn whose owner may run statements.
@@ -82,7 +86,10 @@ class Writer:
         self._lone = 0
         self.closed = False
         self._quiet: asyncio.Future[None] | None = None
+        #: When the log is to be made empty, if it is.
+        self._emptying: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        self._watchdog = Watchdog(self._loop, self._look_at_turn)
 
     async def open(self) -> None:
         """Connect."""
@@ -107,7 +114,7 @@ class Writer:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else is known to write, so that ``write_lone`` may be tried."""
-        return self._lone > 0 and self._is_idle and self._is_fast
+        return self._lone > 0 and self._is_idle and self._is_fast and not self._link.has_stray
 
     @property
     def _is_idle(self) -> bool:
@@ -138,6 +145,7 @@ class Writer:
         began = self._clock.steady()
         try:
             answer = operation(link.session, item)
+            link.confirm()
         except Exception as error:
             link.abandon(error)
             return None
@@ -147,57 +155,106 @@ class Writer:
             self._checkpoint()
         return answer
 
-    def ran_out_before(self, lease: float) -> int:
-        """Return the moment before which a lease must have run out, now, to be anybody's."""
-        return self._link.standstill.ran_out_before(lease)
-
     @property
-    def knows_standstills(self) -> bool:
-        """Whether it would be known here if nobody had been able to write of late; see ``Standstill.is_known``."""
-        # Without a thread all who write are in this process, one at a time, so nobody can be kept from it.
-        return not self._threaded or self._link.standstill.is_known
+    def journal(self) -> str:
+        """How the file keeps what is not committed yet, as SQLite calls it."""
+        return "delete" if self._link.waits_for_readers else "wal"
 
-    def turn(self) -> Turn:
-        """Make a turn of one's own, which begins with its first call."""
-        return Turn(self)
+    def turn(self, seconds: float | None = None) -> Turn:
+        """Make a turn of one's own, which begins with its first call; it is ended when it is open for longer."""
+        return Turn(self, seconds)
 
     async def close(self) -> None:
-        """Finish what was asked, roll back what is open, then close the connection."""
+        """Finish what was asked, roll back what is open, refuse turns that wait, then close the connection.
+
+        A statement of a caller's that still runs is interrupted after a transaction's usual time.
+        """
         self.closed = True
+        for turn in [one for one in self._waiting if isinstance(one, Turn)]:
+            self.forget(turn)
+            turn.refuse(closed())
         if self._turn is not None:
-            self._turn.calls.append(Call(_nothing, (), Ending.ROLLBACK, self._loop.create_future()))
+            self._loop.call_later(limits.TRANSACTION_SECONDS_MAX, self._link.running.stop, self._turn.part)
+            self._turn.calls.append(Call(nothing, (), Ending.ROLLBACK, self._loop.create_future()))
         self._quiet = self._loop.create_future()
         self._proceed_soon()
         await self._quiet
+        if self._emptying is not None:
+            self._emptying.cancel()
+        self._watchdog.end()
         await self._runner.run(self._link.close)
 
     # what turns use
 
-    def ask(
-        self, turn: Turn, function: Callable[..., Any], args: Sequence[Any], ending: Ending | None
-    ) -> asyncio.Future[Any]:
+    async def ask(
+        self,
+        turn: Turn,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        ending: Ending | None,
+        is_callers: bool = False,
+    ) -> Any:
         """Run a call when it is this turn's turn."""
         self._refuse_closed()
+        if turn.ended_by is not None:
+            raise turn.ended_by
         if not turn.queued:
             turn.queued = True
             self._waiting.append(turn)
-        call = Call(function, args, ending, self._loop.create_future())
+        call = Call(function, args, ending, self._loop.create_future(), is_callers)
         turn.calls.append(call)
         self._proceed_soon()
-        return call.future
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._give_up(turn, call)
+            raise
+
+    def _give_up(self, turn: Turn, call: Call) -> None:
+        """A caller no longer waits for its call: what has not begun never does, and what has cannot be committed."""
+        if call in turn.calls:
+            if call.ending is None:
+                turn.calls.remove(call)
+            if not turn.calls:
+                self.forget(turn)
+        elif call.ending is None:
+            # Under the lock of the link, so that afterwards it has begun or never will.
+            self._link.running.stop(call)
+            if call.begun and turn.part.failed is None:
+                turn.part.failed = given_up()
 
     def forget(self, turn: Turn) -> bool:
         """Take back a turn that has not begun."""
         if turn not in self._waiting:
             return False
         self._waiting.remove(turn)
+        turn.queued = False
         return True
+
+    def stop(self, turn: Turn) -> None:
+        """Interrupt the statement that a turn runs, if any: what it does is to be rolled back."""
+        if turn.part.failed is None:
+            turn.part.failed = given_up()
+        self._link.running.stop(turn.part)
+
+    def _look_at_turn(self) -> None:
+        """End the open turn if its time is up."""
+        turn = self._turn
+        if turn is None or turn.seconds is None or turn.ended_by is not None:
+            return
+        if (left := turn.seconds - turn.owned_seconds()) > 0:
+            self._watchdog.look_in(left)
+            return
+        turn.part.failed = turn.ended_by = too_long(turn.seconds)
+        turn.calls.append(Call(nothing, (), Ending.ROLLBACK, self._loop.create_future()))
+        self._link.running.stop(turn.part)
+        self._proceed_soon()
 
     # on the event loop
 
     def _refuse_closed(self) -> None:
         if self.closed:
-            raise StoreError("the store is closed; use it inside `async with app`")
+            raise closed()
 
     def _queue(self, write: Write) -> asyncio.Future[Any]:
         self._refuse_closed()
@@ -232,7 +289,8 @@ class Writer:
 
     @property
     def _is_fast(self) -> bool:
-        return self._link.commit_micros <= _HERE_COMMIT_MICROS and not self._link.broken
+        link = self._link
+        return link.commit_micros <= _HERE_COMMIT_MICROS and not (link.broken or link.waits_for_readers)
 
     def _run_here(self, round_: Round, looks: int = 0, waited: float = 0.0) -> None:
         if not round_.take(patient=False, last=waited_enough(waited)):
@@ -251,6 +309,7 @@ class Writer:
         self._commit_there(round_)
 
     def _commit_there(self, round_: Round) -> None:
+        self._link.patience.allowed = True
         round_.commit()
         tell(self._loop, self._finish, round_)
 
@@ -269,6 +328,7 @@ class Writer:
 
     def _checkpoint(self) -> bool:
         """Copy the log, here if that was quick the last time, or in the thread; say whether it is done."""
+        self._empty_log_later()
         if self._link.checkpoint_micros <= _HERE_COMMIT_MICROS:
             self._link.checkpoint()
             return True
@@ -279,6 +339,26 @@ class Writer:
     def _checkpoint_there(self) -> None:
         self._link.checkpoint()
         tell(self._loop, self._free)
+
+    def _empty_log_later(self) -> None:
+        if self._threaded and self._link.has_overlong_log and self._emptying is None and not self.closed:
+            self._emptying = self._loop.call_later(_EMPTY_LOG_SECONDS, self._empty_log)
+
+    def _empty_log(self) -> None:
+        self._emptying = None
+        if self._is_idle and not self.closed:
+            self._busy = True
+            self._runner.submit(self._empty_log_there)
+        else:
+            self._empty_log_later()
+
+    def _empty_log_there(self) -> None:
+        self._link.empty_log()
+        tell(self._loop, self._log_is_empty)
+
+    def _log_is_empty(self) -> None:
+        self._free()
+        self._empty_log_later()  # if it was in use
 
     def _free(self) -> None:
         self._busy = False
@@ -307,6 +387,9 @@ class Writer:
         if self._parts == 0:
             self._parts_since = self._clock.steady()
             return True
+        if not self._link.sees_dangling and (round_.calls or isinstance(joining, Turn)):
+            # Whether the caller's references hold shows only in the commit, which must fail for this caller alone.
+            return False
         if isinstance(joining, Write):
             return self._parts < _TOGETHER_MAX and round_.rows + joining.rows <= HERE_ROWS
         if self._parts >= _TURNS_TOGETHER_MAX or self._turn_micros > _SHORT_TURN_MICROS:
@@ -314,10 +397,14 @@ class Writer:
         return self._clock.steady() - self._parts_since <= _TURNS_TOGETHER_MICROS
 
     def _admit(self, round_: Round, joining: Write | Turn) -> None:
+        if isinstance(joining, Write) and joining.future.cancelled():
+            return
         self._parts += 1
         if isinstance(joining, Turn):
             self._turn = joining
             joining.since = self._clock.steady()
+            if joining.seconds is not None and self._threaded:
+                self._watchdog.look_in(joining.seconds)
         else:
             round_.add_write(joining)
 
@@ -328,42 +415,3 @@ class Writer:
             took = self._clock.steady() - turn.since
             self._turn_micros = took if took > self._turn_micros else (9 * self._turn_micros + took) // 10
             self._turn = None
-
-
-class Turn:
-    """One transaction, from its first call to its end."""
-
-    __slots__ = ("_over", "_writer", "calls", "part", "queued", "since")
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._over = False
-        self.calls: deque[Call] = deque()
-        self.part = Part()
-        self.queued = False
-        self.since = 0
-
-    async def run(self, function: Callable[..., Answer], *args: Any) -> Answer:
-        """Run a blocking call, whose first argument is the session, inside the transaction."""
-        answer: Answer = await self._writer.ask(self, function, args, None)
-        return answer
-
-    async def conclude(self, function: Callable[..., None], *args: Any) -> None:
-        """Run a last call and commit; rolled back if it raises, and over in any case."""
-        self._over = True
-        await self._writer.ask(self, function, args, Ending.COMMIT)
-
-    async def end(self, ending: Ending) -> None:
-        """Commit or roll back unless it is over; afterwards nothing of the transaction is open, even if this raises."""
-        if self._over or not self.queued:
-            return
-        self._over = True
-        if ending is Ending.ROLLBACK and self._writer.closed:
-            return
-        if ending is Ending.ROLLBACK and self._writer.forget(self):
-            return
-        await self._writer.ask(self, _nothing, (), ending)
-
-
-def _nothing(session: Session) -> None:
-    """Commit what is there."""

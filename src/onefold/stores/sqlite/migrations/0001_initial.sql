@@ -47,6 +47,8 @@ CREATE TABLE onefold_delivery (
     started INTEGER NOT NULL DEFAULT 0 CHECK (started BETWEEN 0 AND 1),
     replay_count INTEGER NOT NULL,
     lease_until INTEGER,
+    -- Whether the lease has run out once and was extended for its owner by another process.
+    graced INTEGER NOT NULL DEFAULT 0 CHECK (graced BETWEEN 0 AND 1),
     worker TEXT,
     -- How much others have recorded for it; and, only while it is parked, at how much it is due.
     wake INTEGER NOT NULL DEFAULT 0,
@@ -66,6 +68,9 @@ CREATE INDEX onefold_delivery_priority ON onefold_delivery (queue, priority, due
 WHERE state = 0 AND gate IS NULL AND priority > 0;
 -- Who waits at a gate: in a crowd, or in a line.
 CREATE INDEX onefold_delivery_crowd ON onefold_delivery (queue, gate, priority, due_at)
+WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
+-- Which gates have messages that are due, where most have none.
+CREATE INDEX onefold_delivery_crowd_due ON onefold_delivery (queue, due_at)
 WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
 CREATE INDEX onefold_delivery_lined ON onefold_delivery (queue, gate) WHERE state = 0 AND place IS NOT NULL;
 -- Who is first in a line, and that only one of it runs, whatever a claim thinks.
@@ -99,7 +104,7 @@ CREATE TABLE onefold_outcome (
     replay_count INTEGER NOT NULL,
     ended_at INTEGER NOT NULL,
     kept_until INTEGER NOT NULL,
-    purge_at INTEGER NOT NULL,
+    body_until INTEGER NOT NULL,
     result BLOB,
     failure BLOB,
     -- The message's id while it is a dead letter, so that their pages follow the ids without reading the rest.
@@ -109,9 +114,16 @@ CREATE TABLE onefold_outcome (
     CHECK ((state = 4) = (letter IS NOT NULL))
 );
 
--- The next time that anything of an ended message is to be removed: first its body, then all of it.
-CREATE INDEX onefold_outcome_purge ON onefold_outcome (purge_at);
+-- What is removed of an ended message, and in which order: first its body, then all of it.
+CREATE INDEX onefold_outcome_body ON onefold_outcome (body_until);
+CREATE INDEX onefold_outcome_kept ON onefold_outcome (kept_until);
 CREATE INDEX onefold_outcome_letter ON onefold_outcome (letter, ended_at) WHERE letter IS NOT NULL;
+
+-- One row.  Bodies that were to be kept until `bodies` or less are gone: to say so once for all of them is cheaper than
+-- to write it into every outcome.
+CREATE TABLE onefold_purge (bodies INTEGER NOT NULL);
+
+INSERT INTO onefold_purge (bodies) VALUES (0);
 
 CREATE TABLE onefold_key (
     scope TEXT NOT NULL,
@@ -222,7 +234,8 @@ SELECT
     coalesce(d.attempt, o.attempt, 0) AS attempt,
     coalesce(d.crashes, o.crashes, 0) AS crashes,
     coalesce(d.replay_count, o.replay_count, 0) AS replay_count,
-    m.created_at, iif(o.seq, NULL, coalesce(d.due_at, m.created_at)) AS due_at, o.ended_at, o.kept_until, d.worker,
+    m.created_at, iif(o.seq, NULL, coalesce(d.due_at, m.created_at)) AS due_at, o.ended_at, o.kept_until,
+    CASE WHEN o.state = 4 AND m.payload IS NOT NULL THEN o.body_until END AS redrive_until, d.worker,
     o.result, o.failure
 FROM onefold_message m
 LEFT JOIN onefold_delivery d ON d.seq = m.seq
