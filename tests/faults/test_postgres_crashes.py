@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from fault_scene import Scene, run, until
+from fault_scene import Loop, Scene, run, until
 
 from onefold import Context, StoreUnavailableError, execution, limits
 from onefold.clock import MICROSECONDS, SystemClock
@@ -100,7 +100,7 @@ async def traffic(server: PostgresServer, url: str) -> AsyncIterator[Traffic]:
 
 @pytest.mark.parametrize("end", ["kill -9", "immediate", "fast"])
 def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
-    end: str, postgres_server: PostgresServer, postgres_url: str
+    end: str, loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
     """Faults 4 and 34: typed errors or success, nothing lost, one effect each, no attempt used up, no restart."""
 
@@ -121,13 +121,13 @@ def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
         assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
 
     try:
-        run(scenario)
+        run(scenario, loop=loop)
     finally:
         postgres_server.restart()
 
 
 def test_a_backend_that_is_killed_takes_all_others_with_it_and_costs_nothing_else(
-    postgres_server: PostgresServer, postgres_url: str
+    loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
     """Fault 4: the server ends all sessions, recovers by itself and goes on."""
 
@@ -137,7 +137,7 @@ def test_a_backend_that_is_killed_takes_all_others_with_it_and_costs_nothing_els
             os.kill(victim, signal.SIGKILL)
         assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
 
-    run(scenario)
+    run(scenario, loop=loop)
 
 
 #: What a session did last says what it is for: to hear of new work, to claim, to put, to end messages, to run handlers.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fault_scene import TABLES, run, until
+from fault_scene import TABLES, Loop, run, until
 
 from onefold import App, Context, State, StoreUnavailableError, execution, limits
 from onefold.store import Query, Record
@@ -110,7 +110,7 @@ def _time() -> float:
 
 @pytest.mark.parametrize(("mode", "seconds"), [("blackhole", 0.0), ("latency", 10.0)])
 def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
-    mode: Mode, seconds: float, postgres_server: PostgresServer, postgres_url: str
+    mode: Mode, seconds: float, loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
     """Fault 9: told by its deadline, taken over within lease and poll, one effect, and back at work afterwards."""
 
@@ -134,7 +134,7 @@ def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
             await back_at_work(proxy, other)
             assert await other.effects() == [("after", "cut-off"), ("k", "other")]
 
-    run(scenario)
+    run(scenario, loop=loop)
 
 
 async def back_at_work(proxy: Proxy, other: Machine) -> None:
@@ -204,7 +204,7 @@ def test_a_commit_whose_answer_cannot_come_back_is_resolved_when_the_network_is_
 
 @pytest.mark.parametrize("mode", ["blackhole", "reset", "refuse"])
 def test_a_sender_that_is_cut_off_gets_a_typed_error_within_its_patience(
-    mode: Mode, postgres_server: PostgresServer, postgres_url: str
+    mode: Mode, loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
     """Fault 9: it does not hang, and sending again with the same key is safe."""
 
@@ -230,7 +230,7 @@ def test_a_sender_that_is_cut_off_gets_a_typed_error_within_its_patience(
                 assert (await pay.send("k")).id == first.id
                 assert len(await app.find(Query())) == 2
 
-    run(scenario)
+    run(scenario, loop=loop)
 
 
 def test_a_trickle_of_answers_is_slow_and_nothing_else(postgres_server: PostgresServer, postgres_url: str) -> None:

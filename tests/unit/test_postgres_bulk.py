@@ -341,3 +341,24 @@ def test_whoever_gives_up_in_the_middle_of_a_batch_leaves_nothing(postgres_url: 
             assert len(await app.send_many(charge.call(n) for n in range(1_000))) == 1_000
 
     run(scenario)
+
+
+@pytest.mark.parametrize("number", [300, 1_200])
+def test_senders_of_the_same_keys_in_opposite_order_both_succeed(postgres_url: str, number: int) -> None:
+    """The server ends one of them as a deadlock; it puts its messages once more, in the order of their keys."""
+
+    async def scenario() -> None:
+        app = App(postgres_url)
+        await app.migrate()
+
+        @app.task(key="{key}")
+        async def send(key: str) -> None: ...
+
+        async with app:
+            for turn in range(3):
+                calls = [send.call(f"{turn}-{n}") for n in range(number)]
+                one, other = await asyncio.gather(app.send_many(calls), app.send_many(calls[::-1]))
+                assert [receipt.id for receipt in one] == [receipt.id for receipt in reversed(other)]
+                assert sum(not receipt.duplicate for receipt in (*one, *other)) == number
+
+    run(scenario)

@@ -49,6 +49,7 @@ STATEMENTS = {
     "lines_crashed": {"delivery_crashed", "delivery_line"},
     "line_front": {"delivery_line", "gate_pkey"},
     "crowds_after": {"delivery_crowd"},
+    "crowds_due": {"delivery_crowd_due"},
     "crowds_crashed": {"delivery_crashed"},
     "claim_lines": {"delivery_pkey", "message_pkey"},
     "claim_crowds": {"delivery_crowd", "message_pkey"},

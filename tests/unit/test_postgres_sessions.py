@@ -19,6 +19,7 @@ from onefold.stores.postgres import PostgresStore
 from onefold.stores.postgres.statements import BEGIN, SQL
 from onefold.stores.postgres.wire import Wire
 
+WHEN = ("before", "after")
 FAILURE = Failure(reason="exception", error_type="ValueError", error_message="no")
 
 # lost sessions
@@ -69,6 +70,17 @@ def test_a_server_that_cannot_be_reached_is_a_typed_error() -> None:
     with pytest.raises(StoreUnavailableError) as caught:
         asyncio.run(store.open())
     assert isinstance(caught.value.__cause__, psycopg.OperationalError)
+
+
+@pytest.mark.parametrize("wrong", ["database", "role"])
+def test_a_database_or_role_that_does_not_exist_is_said_at_once(postgres_url: str, wrong: str) -> None:
+    """It is a mistake in the URL, and no reason to try for as long as patience lasts."""
+    parts = psycopg.conninfo.conninfo_to_dict(postgres_url)
+    parts["dbname" if wrong == "database" else "user"] = "no_such_thing"
+    store = PostgresStore(psycopg.conninfo.make_conninfo("", **parts), patience=60)
+    for verb in (store.open, store.migrate):
+        with pytest.raises(ConfigurationError, match=r"no_such_thing|password"):
+            asyncio.run(asyncio.wait_for(verb(), 5))
 
 
 def test_whoever_gives_up_while_a_transaction_begins_leaves_none_open(postgres_url: str) -> None:
@@ -255,20 +267,27 @@ def _ours(seen: list[str]) -> list[str]:
     return [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)]
 
 
-def test_a_transaction_begins_with_its_first_statement_and_ends_with_its_last(postgres_url: str) -> None:
+def test_a_transaction_is_marked_when_it_begins_and_ends_with_its_last_statement(postgres_url: str) -> None:
+    """BEGIN and a savepoint are one round trip; the savepoint's release, the settle and COMMIT are another."""
+
     async def scenario() -> None:
         seen: list[str] = []
         async with opened(postgres_url, trace=lambda moment, text: seen.append(f"{moment} {text}")) as store:
             await store.put([envelope(), envelope()])
             leases = await claim(store)
+            seen.clear()
             async with store.transaction() as transaction:
+                begun = _ours(seen)
+                name = begun[1].removeprefix("before SAVEPOINT ")
+                assert re.fullmatch("onefold_[0-9a-f]{16}", name)
+                assert begun == [f"{moment} {text}" for moment in WHEN for text in (BEGIN, f"SAVEPOINT {name}")]
                 seen.clear()
                 await transaction.execute("SELECT %s", [1])
-                assert _ours(seen) == [f"before {BEGIN}", "before SELECT %s", f"after {BEGIN}", "after SELECT %s"]
+                assert _ours(seen) == ["before SELECT %s", "after SELECT %s"]
                 seen.clear()
                 await transaction.conclude([(leases[0], Done(b"1"))])
-                texts = [SQL["settle_planned"], SQL["settle_one"], "COMMIT"]
-                sent = [f"{moment} {text}" for moment in ("before", "after") for text in texts]
+                texts = [f"RELEASE SAVEPOINT {name}", SQL["settle_planned"], SQL["settle_one"], "COMMIT"]
+                sent = [f"{moment} {text}" for moment in WHEN for text in texts]
                 assert _ours(seen) == sent
                 with pytest.raises(StoreError, match="too late"):
                     await transaction.settle([(leases[1], Done(b"1"))])

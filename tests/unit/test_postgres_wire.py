@@ -18,7 +18,6 @@ from test_postgres_engine import claim, envelope, opened, run
 from onefold.clock import SystemClock
 from onefold.errors import StoreError, StoreUnavailableError
 from onefold.store import Act, Done, State
-from onefold.stores.postgres.statements import translated_statement
 
 _clock = SystemClock()
 
@@ -88,17 +87,6 @@ def test_mistakes_are_reported_as_the_driver_reports_them(
     run(scenario)
 
 
-def test_only_usual_statements_go_the_short_way() -> None:
-    assert translated_statement("SELECT 1") is None
-    assert translated_statement("SELECT %b") is None
-    assert translated_statement("SELECT %(a)s, %s") is None
-    short = translated_statement("SELECT %(a)s, %(b)s, %(a)s, '%%'")
-    assert short is not None
-    assert (short.text, short.arrange({"a": 1, "b": 2})) == (b"SELECT $1, $2, $1, '%'", [1, 2])
-    assert short.arrange({"a": 1}) is None
-    assert short.arrange([1, 2]) is None
-
-
 def test_values_travel_as_with_the_driver(postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as connection:
         expected = [connection.execute("SELECT %s", [value]).fetchall() for value in VALUES]
@@ -133,8 +121,8 @@ def test_few_statements_of_callers_are_prepared(postgres_url: str) -> None:
             for number in range(120):
                 for _ in range(7):
                     await store.fetch(f"SELECT {number}, %s::int", [1])
-            rows = await store.fetch("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'onefold_caller%%'")
-            assert rows == [(100,)]
+            rows = await store.fetch("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE '_pg3_%%'")
+            assert rows[0][0] <= 101  # one may still be to be dropped
 
     run(scenario)
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import psycopg
+
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Lane, Lease
+from onefold.stores.postgres.apart import set_bad_rows_aside
+from onefold.stores.postgres.faults import is_about_rows
 from onefold.stores.postgres.gatekeeper import Gatekeeper, is_limited
 from onefold.stores.postgres.leasing import Claimed, Leasing, Wanted
 from onefold.stores.postgres.steps import Steps
@@ -113,11 +117,21 @@ class Claimer:
         async def claim(wire: Wire, repeated: bool) -> list[Lease]:
             nonlocal begun
             repeated, begun = repeated or begun, True
-            leases = await self._claim_all(Leasing(wire, now), wanted, repeated)
+            leases = await self._claim_past_bad_rows(Leasing(wire, now), wanted, repeated)
             await Steps(wire, now, set()).read_claimed(leases)
             return leases
 
         return claim
+
+    async def _claim_past_bad_rows(self, leasing: Leasing, wanted: Wanted, repeated: bool) -> list[Lease]:
+        """Claim; a row on which that fails is set aside, and the others are claimed."""
+        try:
+            return await self._claim_all(leasing, wanted, repeated)
+        except psycopg.Error as error:
+            if not is_about_rows(error) or not await set_bad_rows_aside(leasing, wanted):
+                raise
+        # Statements before the one that failed may have taken something.
+        return await self._claim_all(leasing, wanted, repeated=True)
 
     async def _claim_all(self, leasing: Leasing, wanted: Wanted, repeated: bool) -> list[Lease]:
         """Claim; what others have let run out is released if there is any, and claimed as far as there is room.

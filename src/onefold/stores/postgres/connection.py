@@ -12,11 +12,11 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from onefold.clock import SystemClock, system_random
-from onefold.errors import ConfigurationError, StoreUnavailableError
+from onefold.errors import ConfigurationError, SessionLostError
 from onefold.stores.postgres.arrays import texts
 from onefold.stores.postgres.faults import is_gone
 from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.statements import SQL
+from onefold.stores.postgres.statements import OURS, SQL, Query
 from onefold.stores.postgres.wire import Trace, Wire
 
 Pooler = Literal["session", "transaction"]
@@ -34,12 +34,24 @@ _NETWORK = {
     "tcp_user_timeout": "15000",
 }
 
+#: Our statements are written in it; with another one, from the URL or the environment, their texts would be misread.
+_ENCODING = {"client_encoding": "UTF8"}
+
 #: A stopped process must not keep its locks for ever.
-_EVERYWHERE = {"idle_in_transaction_session_timeout": "30s"}
+_EVERYWHERE = {
+    "idle_in_transaction_session_timeout": "30s",
+    # That a commit was not replicated is only a warning; a role's own setting must not silence it.
+    "client_min_messages": "warning",
+}
 #: Our own statements are all meant for an index.  Planned while the tables were still empty they would get none,
 #: and a prepared statement keeps its plan.
+#:
+#: Names in our statements mean what the server calls so, and not what some role has made in another schema.
+#: Statements that run on a caller's connection, or behind a transaction pooler, cannot rely on it: they write out
+#: ``pg_catalog`` before functions, and use operators only with types for which the server has one.
 _CONTROL = {
     **_EVERYWHERE,
+    "search_path": "pg_catalog, pg_temp",
     "enable_seqscan": "off",
     "plan_cache_mode": "force_generic_plan",
     "default_transaction_isolation": "read committed",
@@ -57,7 +69,8 @@ SETTINGS: Mapping[Role, Mapping[str, str]] = {
     "spare": {**_CONTROL, "synchronous_commit": "off"},
     "handlers": _EVERYWHERE,
     "listen": {},
-    "migrate": {},
+    # What is made here, such as views, keeps the meaning that names have now.
+    "migrate": {"search_path": "pg_catalog, pg_temp"},
 }
 
 #: A statement of ours that is not answered within this time will not be: together with the time it takes to give up
@@ -72,8 +85,6 @@ _ANSWER_SECONDS_MIGRATE = 3_600.0
 #: figure; never regularly, because everybody lost the same server at the same moment.
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.02, 1.0
 
-#: A statement that psycopg runs for a caller is prepared when it was run this often.
-_PREPARE_AFTER = 5
 #: These only insert: whatever is in the tables, there is one way to do it.
 _PLANNED_ALIKE = frozenset({"put", "put_alike", "put_hopeful", "put_unkeyed", "put_plain", "put_one", "put_key"})
 
@@ -81,11 +92,22 @@ _machine = SystemClock()
 _chance = system_random()
 
 
+def _refuse_misread(url: str) -> None:
+    """Refuse a URL whose password is cut short by a sign in it that should have been written as %XX.
+
+    The rest of the password would be taken for a host or a database, and be told in errors.
+    """
+    authority, _, path = url.partition("://")[2].partition("/")
+    if authority.count("@") > 1 or "@" in path.partition("?")[0]:
+        raise psycopg.ProgrammingError
+
+
 class Connector:
     """Makes connections to one database."""
 
     def __init__(self, url: str, *, pooler: Pooler, trace: Trace | None) -> None:
         try:
+            _refuse_misread(url)
             given = conninfo_to_dict(url)
         except psycopg.ProgrammingError:
             # What the driver says quotes parts of the URL, which may be the password.
@@ -93,7 +115,7 @@ class Connector:
                 "the PostgreSQL URL cannot be read; write postgresql://user:password@host/database, "
                 "with special characters as %XX"
             ) from None
-        self._conninfo = make_conninfo("", **{**_NETWORK, **given})
+        self._conninfo = make_conninfo("", **{**_NETWORK, **given, **_ENCODING})
         #: Behind a transaction pooler the next transaction may run elsewhere, where nothing is prepared or set.
         self._prepares = pooler == "session"
         self._trace = trace
@@ -108,12 +130,8 @@ class Connector:
     async def connect_handler(self) -> HandlerWire:
         """Return a new connection for callers."""
         wire = await self._equip(HandlerWire, await self._dial(), "handlers")
-        wire.prepares = self._prepares
+        wire.be_equipped(prepares=self._prepares, settings=_setting("session_settings", SETTINGS["handlers"]))
         return wire
-
-    async def redial(self) -> AsyncConnection[Any]:
-        """Return a new connection to take the place of one that was lost."""
-        return (await self.connect_handler()).connection
 
     async def _dial(self) -> AsyncConnection[Any]:
         """Connect; while the server cannot be reached one tries on behalf of all."""
@@ -134,9 +152,7 @@ class Connector:
 
     async def _try(self) -> AsyncConnection[Any]:
         try:
-            connection = await AsyncConnection.connect(
-                self._conninfo, autocommit=True, prepare_threshold=_PREPARE_AFTER if self._prepares else None
-            )
+            connection = await AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as error:
             self._failing = error
             self._pause = min(max(self._pause * 2, _PAUSE_SECONDS), _PAUSE_SECONDS_MAX)
@@ -159,16 +175,25 @@ class Connector:
             prepared=prepared,
             exclusive=exclusive,
             answer_seconds=_ANSWERS.get(role, ANSWER_SECONDS),
+            # The next transaction may run in another session, so each sets what it needs.
+            local=None if self._prepares else _setting("local_settings", SETTINGS[role]),
         )
         try:
             settings = SETTINGS[role]
             if settings and self._prepares:
-                names, values = texts(list(settings)), texts(list(settings.values()))
-                await wire.rows("session_settings", {"names": names, "values": values})
+                await wire.rows("session_settings", _settings(settings))
         except BaseException:
             await wire.close()
             raise
         return wire
+
+
+def _settings(settings: Mapping[str, str]) -> dict[str, Any]:
+    return {"names": texts(list(settings)), "values": texts(list(settings.values()))}
+
+
+def _setting(name: str, settings: Mapping[str, str]) -> Query | None:
+    return OURS[name].query(_settings(settings), prepared=False) if settings else None
 
 
 _ANSWERS: Mapping[Role, float] = {"handlers": _ANSWER_SECONDS_HANDLERS, "migrate": _ANSWER_SECONDS_MIGRATE}
@@ -187,10 +212,17 @@ def refuse_foreign(connection: Any) -> AsyncConnection[Any]:
             "the psycopg.AsyncConnection is in autocommit mode and has no open transaction to join; "
             "use `async with connection.transaction():` around it"
         )
+    if connection.info.encoding != "utf-8":
+        raise ConfigurationError(
+            f"the psycopg.AsyncConnection has the client encoding {connection.info.encoding}, in which texts of "
+            "messages would be misread; connect with client_encoding=UTF8"
+        )
     return connection
 
 
 def refuse_lost(error: psycopg.Error, connection: AsyncConnection[Any]) -> None:
-    """Turn a lost connection into ``StoreUnavailableError``; errors of the caller's own SQL stay the driver's."""
+    """Turn a lost connection into ``SessionLostError``; errors of the caller's own SQL stay the driver's."""
     if is_gone(error, connection):
-        raise StoreUnavailableError(f"the connection was lost: {error}; nothing was committed") from error
+        raise SessionLostError(
+            f"the connection was lost while the statement ran: {error}; nothing was committed"
+        ) from error

@@ -8,23 +8,28 @@ Whoever is cancelled while waiting leaves no disorder behind: the answer is stil
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg.errors import error_from_result
+from psycopg.errors import Diagnostic, error_from_result
 from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus
 from psycopg.pq.abc import PGresult
 
+from onefold.stores.postgres.faults import UnreplicatedError, is_wait_ended
 from onefold.stores.postgres.statements import Query
 
 Answer = list[PGresult]
 
+#: Each read empties the socket up to the size of libpq's buffer, 16 KiB at least, and a kernel keeps a few MiB.
+_LAST_READS_MAX = 1_000
+
 
 class _Request:
-    __slots__ = ("answer", "prepared", "results", "sent_at")
+    __slots__ = ("answer", "prepared", "results", "sent_at", "vital", "wait_ended")
 
     def __init__(self, answer: asyncio.Future[Answer], sent_at: float) -> None:
         self.answer = answer
@@ -32,11 +37,17 @@ class _Request:
         #: For each result to come: the statement that is prepared by it, or None if it is an answer.
         self.prepared: list[bytes | None] = []
         self.results: Answer = []
+        #: How many of the results say whether it was done; None if all of them do.
+        self.vital: int | None = None
+        #: Whether its commit was reported before the synchronous standby had it.
+        self.wait_ended = False
 
     def error(self) -> psycopg.Error | None:
-        for result in self.results:
+        for result in self.results[: self.vital]:
             if result.status == ExecStatus.FATAL_ERROR:
                 return error_from_result(result)
+        if self.wait_ended:
+            return UnreplicatedError("the wait for the synchronous standby was ended")
         return None
 
     def finish(self) -> None:
@@ -59,6 +70,9 @@ class Exchange:
     def __init__(self, connection: AsyncConnection[Any], *, owned: bool, answer_seconds: float) -> None:
         self._pgconn = connection.pgconn
         self._socket = self._pgconn.socket
+        #: Tells of errors of the socket alone, whether or not there is something to read.
+        self._errors = select.poll()
+        self._errors.register(self._socket, 0)
         self._owned = owned
         self._answer_seconds = answer_seconds
         self._loop = asyncio.get_running_loop()
@@ -68,8 +82,13 @@ class Exchange:
         self._when_quiet: list[Callable[[], None]] = []
         self._listening = False
         self._writing = False
+        self.hear(connection)
         if owned:
             self._listen()
+
+    def hear(self, connection: AsyncConnection[Any]) -> None:
+        """Have notices of the session told here, whichever object of psycopg's stands for it."""
+        connection.add_notice_handler(self._on_notice)
 
     @property
     def quiet(self) -> bool:
@@ -86,14 +105,21 @@ class Exchange:
             return False
         return True
 
-    def send(self, queries: Sequence[Query]) -> asyncio.Future[Answer]:
-        """Send statements, all in one round trip; the first that fails keeps those behind it from being run."""
+    def send(self, queries: Sequence[Query], after: Sequence[Query] = ()) -> asyncio.Future[Answer]:
+        """Send statements, all in one round trip; the first that fails keeps those behind it from being run.
+
+        Those in ``after`` follow them, and may fail without the others having failed.
+        """
         request = _Request(self._loop.create_future(), self._loop.time())
         self._under_way.append(request)
         try:
             self._listen()
             for query in queries:
                 self._write(query, request)
+            if after:
+                request.vital = len(request.prepared)
+                for query in after:
+                    self._write(query, request)
             self._pgconn.pipeline_sync()
             self._flush()
         except psycopg.OperationalError as error:
@@ -113,6 +139,10 @@ class Exchange:
                 request.prepared.append(name)
             self._pgconn.send_query_prepared(name, values, formats, result_format)
         request.prepared.append(None)
+
+    def forget(self) -> None:
+        """Take nothing for prepared any more: the session was told to drop it."""
+        self._prepared.clear()
 
     def when_quiet(self, call: Callable[[], None]) -> None:
         """Call this as soon as every request was answered."""
@@ -141,8 +171,22 @@ class Exchange:
         try:
             self._pgconn.consume_input()
             self._read()
+            if self._listening and self._errors.poll(0):
+                self._read_to_the_end()
         except psycopg.OperationalError as error:
             self._break(error)
+
+    def _on_notice(self, notice: Diagnostic) -> None:
+        """Take down what makes a commit doubtful; it comes before the end of the request that committed."""
+        if self._under_way and is_wait_ended(notice):
+            self._under_way[0].wait_ended = True
+
+    def _read_to_the_end(self) -> None:
+        """Read what is left of a connection that was reset: uvloop calls its reader once, and never again."""
+        for _ in range(_LAST_READS_MAX):
+            self._pgconn.consume_input()
+            self._read()
+        raise psycopg.OperationalError("the connection was reset")
 
     def _read(self) -> None:
         """Take every result that has come; each is followed by a None, and a second one says that there is no more."""

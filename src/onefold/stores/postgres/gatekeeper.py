@@ -104,6 +104,8 @@ class _Look:
         self._room = wanted.limit if wanted.at_once is None else min(wanted.limit, wanted.at_once)
         self._leases: list[Lease] = []
         self._gatings: dict[str, Gating] = {}
+        #: Gates with messages that are due were asked for, which one look does once at most.
+        self._asked_for_due = False
         #: Names of gates that let nobody through any more.
         self._shut: set[str] = set()
         #: Where this look has got to.
@@ -178,6 +180,12 @@ class _Look:
         asked = {**self._asked, "afters": texts(afters), "portion": self._portion}
         rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
         crowds = [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
+        # After a portion in vain, of gates that have nothing due or wanted, ask for those that have something due.
+        if not crowds and len(rows) >= self._portion and not self._asked_for_due:
+            self._asked_for_due = True
+            if (due := await self._all_due()) is not None:
+                await self._take_due(due)
+                return len(due), False
         taken = set(await self._take(crowds))
         if is_crashed:
             return len(rows), False
@@ -189,6 +197,23 @@ class _Look:
             stops[queue], self._crowds[queue] = step.stop, step.next
             full, more = full or step.full, more or bool(step.next)
         return len(rows), more and not full
+
+    async def _all_due(self) -> list[Waiting] | None:
+        """Return every gate with messages that are due, or None when so many are due that a walk finds some soon."""
+        rows = await self._wire.rows("crowds_due", {**self._asked, "portion": self._portion})
+        read = Counter[str]()
+        for queue, _, _, number in rows:
+            read[queue] += number
+        if any(number >= self._portion for number in read.values()):
+            return None
+        return [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, _ in rows]
+
+    async def _take_due(self, due: Sequence[Waiting]) -> None:
+        """Take from these gates; in each queue those come first that stand behind the one served last."""
+        stops = self._cursor.crowds
+        in_turn = sorted(due, key=lambda one: (one.gate <= stops.get(one.queue, ""), one.gate))
+        taken = set(await self._take(in_turn))
+        stops.update({one.queue: one.gate for one in in_turn if one.gate in taken})
 
     def _gating(self, gate: str) -> Gating:
         name = name_of(gate)

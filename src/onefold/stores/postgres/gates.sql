@@ -5,6 +5,8 @@
 -- The heads of the lines behind `after`.  The index has every line's head first, so this leaps from head to head.
 -- Somebody is ready who is due and asked for while nobody behind it runs, who had passed it; backs off who failed and waits for another attempt, and has a gap before
 -- it who has a number and came before its predecessor ended.
+-- One is taken from the place, which is not negative there: added to the last number it could overflow, and a claim that
+-- fails for one line fails for all.
 WITH RECURSIVE clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 walk AS (
     (SELECT gate, id, fence, state, due_at, queue, message_type, crashes, attempt, wake_target, place
@@ -22,7 +24,7 @@ SELECT gate, id::text, fence,
             SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     state = 0 AND due_at > now AND attempt > 0 AND wake_target IS NULL,
     CASE WHEN place < 0 THEN false
-        ELSE place > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) + 1 END,
+        ELSE place - 1 > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) END,
     now - due_at
 FROM (SELECT * FROM walk LIMIT %(portion)s::bigint) head CROSS JOIN clock
 
@@ -36,7 +38,7 @@ SELECT gate, id::text, fence,
             SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     state = 0 AND due_at > now AND attempt > 0 AND wake_target IS NULL,
     CASE WHEN place < 0 THEN false
-        ELSE place > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) + 1 END,
+        ELSE place - 1 > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) END,
     now - due_at
 FROM (
     SELECT DISTINCT gate AS crashed FROM onefold.delivery
@@ -57,12 +59,12 @@ SELECT head.gate, id::text, fence,
             SELECT FROM onefold.delivery d WHERE d.gate = head.gate AND d.place IS NOT NULL AND d.state = 1) END,
     false,
     CASE WHEN place < 0 THEN false
-        ELSE place > greatest((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), passed, 0) + 1 END,
+        ELSE place - 1 > greatest((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), passed, 0) END,
     now - due_at
-FROM clock CROSS JOIN unnest(%(gates)s::text[]) AS asked (gate)
+FROM clock CROSS JOIN pg_catalog.unnest(%(gates)s::text[]) AS asked (gate)
 CROSS JOIN LATERAL (
     SELECT * FROM (
-        SELECT *, lag(place) OVER (ORDER BY place) AS passed FROM (
+        SELECT *, pg_catalog.lag(place) OVER (ORDER BY place) AS passed FROM (
             SELECT * FROM onefold.delivery WHERE delivery.gate = asked.gate AND place IS NOT NULL
             ORDER BY place LIMIT %(portion)s::bigint
         ) front
@@ -75,7 +77,7 @@ CROSS JOIN LATERAL (
 -- The gates without an order behind `after` in each queue, the highest priority at each, and whether anybody is ready.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now)
 SELECT asked.queue, gate.gate, top.priority, EXISTS (
-    SELECT FROM generate_series(0, top.priority) AS level
+    SELECT FROM pg_catalog.generate_series(0, top.priority) AS level
     CROSS JOIN LATERAL (
         SELECT FROM onefold.delivery
         WHERE queue = asked.queue AND delivery.gate = gate.gate AND delivery.gate IS NOT NULL AND place IS NULL
@@ -107,9 +109,22 @@ CROSS JOIN LATERAL (
     ORDER BY priority DESC LIMIT 1
 ) top
 
+-- name: crowds_due
+-- The gates of the first `portion` messages that are due in each queue, and how many of those wait at each.  When they
+-- are fewer than `portion`, no other gate of the queue has a message that is due.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now)
+SELECT asked.queue, due.gate, pg_catalog.max(due.priority), pg_catalog.count(*)
+FROM clock CROSS JOIN pg_catalog.unnest(%(queues)s::text[]) AS asked (queue)
+CROSS JOIN LATERAL (
+    SELECT delivery.gate, delivery.priority FROM onefold.delivery
+    WHERE delivery.queue = asked.queue AND state = 0 AND gate IS NOT NULL AND place IS NULL AND due_at <= now
+    ORDER BY due_at LIMIT %(portion)s::bigint
+) due
+GROUP BY asked.queue, due.gate
+
 -- name: crowds_crashed
 -- The same for gates at which somebody waits that a worker died with.
-SELECT queue, gate, max(priority), true FROM onefold.delivery
+SELECT queue, gate, pg_catalog.max(priority), true FROM onefold.delivery
 WHERE crashes > 0 AND queue = ANY (%(queues)s::text[]) AND lease_until IS NULL AND gate IS NOT NULL AND place IS NULL
     AND due_at <= coalesce(%(now)s::bigint, onefold.clock()) AND message_type = ANY (%(types)s::text[])
 GROUP BY queue, gate LIMIT %(portion)s::bigint
@@ -151,7 +166,7 @@ picked AS MATERIALIZED (
     FROM unnest(%(queues)s::text[], %(gates)s::text[], %(tops)s::bigint[], %(counts)s::bigint[])
         AS asked (queue, gate, top, number)
     CROSS JOIN LATERAL (
-        SELECT id FROM generate_series(0, asked.top) AS level
+        SELECT id FROM pg_catalog.generate_series(0, asked.top) AS level
         CROSS JOIN LATERAL (
             SELECT id, due_at FROM onefold.delivery
             WHERE queue = asked.queue AND delivery.gate = asked.gate AND delivery.gate IS NOT NULL AND place IS NULL
@@ -176,13 +191,13 @@ taken AS (
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     t.due_at, t.expires_at, t.fence - 1, t.attempt, t.crashes, t.replay_count, t.wake, (SELECT now FROM clock),
-    t.gate, array_position(ARRAY(SELECT id FROM picked), t.id)
+    t.gate, pg_catalog.array_position(ARRAY(SELECT id FROM picked), t.id)
 FROM taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 
 -- name: gate_make
 INSERT INTO onefold.gate (gate, expires_at)
-SELECT gate, coalesce(%(now)s::bigint, onefold.clock()) + %(kept)s::bigint FROM unnest(%(keys)s::text[]) AS k (gate)
+SELECT gate, coalesce(%(now)s::bigint, onefold.clock()) + %(kept)s::bigint FROM pg_catalog.unnest(%(keys)s::text[]) AS k (gate)
 ON CONFLICT DO NOTHING
 
 -- name: gate_hold
@@ -194,27 +209,27 @@ FOR UPDATE SKIP LOCKED
 -- name: gate_running
 -- After gate_hold and in a statement of its own: it must see what whoever held the row before has let through.
 SELECT key, (
-    SELECT count(*) FROM onefold.delivery
+    SELECT pg_catalog.count(*) FROM onefold.delivery
     WHERE state = 1 AND place IS NULL AND gate IS NOT NULL AND gate >= k.first AND gate < k.until
 ) + (
-    SELECT count(*) FROM onefold.delivery WHERE state = 1 AND place IS NOT NULL AND gate >= k.first AND gate < k.until)
+    SELECT pg_catalog.count(*) FROM onefold.delivery WHERE state = 1 AND place IS NOT NULL AND gate >= k.first AND gate < k.until)
 FROM (
-    SELECT gate AS key, gate AS first, gate || chr(1) AS until FROM unnest(%(gates)s::text[]) AS g (gate)
+    SELECT gate AS key, gate AS first, gate || pg_catalog.chr(1) AS until FROM pg_catalog.unnest(%(gates)s::text[]) AS g (gate)
     UNION ALL
-    SELECT name, name || ':', name || ';' FROM unnest(%(names)s::text[]) AS n (name)
+    SELECT name, name || ':', name || ';' FROM pg_catalog.unnest(%(names)s::text[]) AS n (name)
 ) k
 
 -- name: gate_tokens
 UPDATE onefold.gate
-SET tokens = (%(tokens)s::double precision[])[array_position(%(keys)s::text[], gate)], at = %(at)s::bigint,
-    expires_at = greatest(expires_at, (%(full_ats)s::bigint[])[array_position(%(keys)s::text[], gate)])
+SET tokens = (%(tokens)s::double precision[])[pg_catalog.array_position(%(keys)s::text[], gate)], at = %(at)s::bigint,
+    expires_at = greatest(expires_at, (%(full_ats)s::bigint[])[pg_catalog.array_position(%(keys)s::text[], gate)])
 WHERE gate = ANY (%(keys)s::text[])
 
 -- name: gate_passed
 -- After a settle, in its transaction: numbers that have ended let those behind them through.  A message that is still
 -- there was settled by a stale lease.
 INSERT INTO onefold.gate AS g (gate, last, expires_at)
-SELECT gate, max(sequence), max(coalesce(%(now)s::bigint, onefold.clock())) + %(line_retention)s::bigint
+SELECT gate, pg_catalog.max(sequence), pg_catalog.max(coalesce(%(now)s::bigint, onefold.clock())) + %(line_retention)s::bigint
 FROM unnest(%(ids)s::uuid[], %(gates)s::text[], %(sequences)s::bigint[]) AS ended (id, gate, sequence)
 WHERE NOT EXISTS (SELECT FROM onefold.delivery WHERE delivery.id = ended.id OFFSET 0)
 GROUP BY gate ORDER BY gate
@@ -226,3 +241,4 @@ DELETE FROM onefold.gate WHERE gate IN (
     SELECT gate FROM onefold.gate
     WHERE expires_at <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED)
+RETURNING 1

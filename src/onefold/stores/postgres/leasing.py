@@ -18,6 +18,7 @@ from onefold.stores.rows import lease_of
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
+LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
 
 
 @dataclass(frozen=True, slots=True)

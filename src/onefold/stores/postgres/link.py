@@ -13,12 +13,13 @@ from functools import partial
 from typing import TypeVar
 
 import psycopg
+from psycopg import errors
 
 from onefold.clock import MICROSECONDS, SystemClock, system_random
 from onefold.errors import StoreError, StoreUnavailableError
 from onefold.stores.home import Home
 from onefold.stores.postgres.connection import Connector, Role
-from onefold.stores.postgres.faults import is_adrift, is_lost, may_rerun, translated
+from onefold.stores.postgres.faults import READ_ONLY, is_adrift, is_lost, may_rerun, refuse_refused, translated
 from onefold.stores.postgres.wire import Wire
 
 Answer = TypeVar("Answer")
@@ -73,7 +74,7 @@ async def persistently(
             repeated = True
             backoff = backoff or Backoff(patience, since)
             if not await backoff.pause():
-                raise StoreUnavailableError(f"PostgreSQL cannot be reached: {error.__cause__}") from error.__cause__
+                raise _unavailable(error.__cause__) from error.__cause__
         except psycopg.Error as error:
             reruns += 1
             backoff = backoff or Backoff(patience, since)
@@ -81,10 +82,24 @@ async def persistently(
                 raise translated(error) from error
 
 
+def _unavailable(cause: BaseException | None) -> StoreUnavailableError:
+    """Say what kept every attempt from being answered."""
+    if isinstance(cause, errors.ReadOnlySqlTransaction):
+        return StoreUnavailableError(READ_ONLY)
+    return StoreUnavailableError(f"PostgreSQL cannot be reached: {cause}")
+
+
 async def do(work: Work[AnyWire, Answer], wire: AnyWire, repeated: bool) -> Answer:
-    """Do the work; a connection that is lost, or of no more use, is closed, and raises ``LostError``."""
+    """Do the work; a connection that is lost, or of no more use, is closed, and raises ``LostError``.
+
+    An answer to ``repeated`` work may rest on what the lost session has committed on this server alone, so it is given
+    when a commit behind it is on the synchronous standby too, if there is one.
+    """
     try:
-        return await work(wire, repeated)
+        answer = await work(wire, repeated)
+        if repeated:
+            await wire.rows("replicated")
+        return answer
     except psycopg.Error as error:
         if is_lost(error, wire.connection) or is_adrift(error):
             await wire.close()
@@ -98,6 +113,7 @@ def reaching() -> Iterator[None]:
     try:
         yield
     except psycopg.OperationalError as error:
+        refuse_refused(error)
         raise LostError from error
 
 
@@ -121,11 +137,16 @@ class Link:
             return await persistently(partial(self._attempt, work), patience=self._patience, since=since)
 
     async def _attempt(self, work: Work[Wire, Answer], repeated: bool) -> Answer:
+        if self._closed and repeated:
+            raise StoreUnavailableError("the store was closed before its server answered; it may have been done")
         if self._closed:
             raise StoreError("the store is closed; use it inside `async with app`")
         if self._wire is None or self._wire.connection.closed:
             with reaching():
                 self._wire = await self._connector.connect(self._role)
+            if self._closed:
+                await self.close()
+                raise StoreError("the store was closed while it connected")
         return await do(work, self._wire, repeated)
 
     @property
@@ -133,13 +154,17 @@ class Link:
         """Whether nobody is using it."""
         return not self._turn.locked()
 
-    async def close(self) -> None:
-        """Wait for what is under way, then disconnect for good."""
-        self._closed = True
+    async def quiet(self) -> None:
+        """Wait for what is under way."""
         async with self._turn:
-            if self._wire is not None:
-                await self._wire.close()
-                self._wire = None
+            pass
+
+    async def close(self) -> None:
+        """Disconnect for good; whatever is still under way fails."""
+        self._closed = True
+        if self._wire is not None:
+            await self._wire.close()
+            self._wire = None
 
     @property
     def backend_pid(self) -> int | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from psycopg import AsyncConnection
-
-from onefold.errors import StoreError, StoreUnavailableError
+from onefold.errors import OnefoldError, StoreError, StoreUnavailableError
+from onefold.inside import outside
 from onefold.stores.home import Home
 from onefold.stores.postgres.connection import Connector
 from onefold.stores.postgres.handling import HandlerWire
@@ -19,7 +17,9 @@ from onefold.stores.postgres.link import Answer, Work, do, persistently, reachin
 class Pool:
     """Lends connections, never more than ``size`` of them; they are made when they are needed and kept.
 
-    Whoever waits longer than ``patience`` seconds for one gets ``StoreUnavailableError``.
+    Callers wait in turn, for at most ``patience`` seconds; then they get ``StoreUnavailableError``.
+    A semaphore keeps the turns.  A place is given back without waiting, so that no cancellation can lose it;
+    a connection that needs to be cleaned first keeps its place until a task of the pool's own is done with it.
     """
 
     def __init__(self, connector: Connector, *, size: int, patience: float) -> None:
@@ -27,9 +27,9 @@ class Pool:
         self._size = size
         self._patience = patience
         self._home = Home()
+        self._places = asyncio.Semaphore(size)
         self._idle: list[HandlerWire] = []
-        self._made = 0
-        self._waiting: deque[asyncio.Future[HandlerWire | None]] = deque()
+        self._cleaning: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def run(self, work: Work[HandlerWire, Answer]) -> Answer:
@@ -41,90 +41,90 @@ class Pool:
         try:
             return await do(work, wire, repeated)
         finally:
-            await self.give_back(wire)
+            self.give_back(wire)
 
     async def begin(self, how: str) -> HandlerWire:
-        """Take a connection for a transaction, which begins with the first statement."""
-        wire = await persistently(lambda _: self._take(), patience=self._patience)
-        await wire.begin(self._renew, how)
+        """Begin a transaction; on another connection if one turns out to be lost, for nothing was done on it yet."""
+        return await persistently(partial(self._begin, how), patience=self._patience)
+
+    async def _begin(self, how: str, _: bool) -> HandlerWire:
+        wire = await self._take()
+        try:
+            await do(lambda wire, _: wire.begin(how), wire, False)
+        except BaseException:
+            self.give_back(wire)
+            raise
         return wire
-
-    async def _renew(self) -> AsyncConnection[Any]:
-        """Connect again in place of a connection that turned out to be lost."""
-
-        async def attempt(_: bool) -> AsyncConnection[Any]:
-            with reaching():
-                return await self._connector.redial()
-
-        return await persistently(attempt, patience=self._patience)
 
     async def _take(self) -> HandlerWire:
         self._home.refuse_strangers()
-        while True:
+        await self._wait()
+        try:
             if self._closed:
                 raise StoreError("the store is closed; use it inside `async with app`")
             while self._idle:
                 wire = self._idle.pop()
                 if wire.alive:
                     return wire
-                await self._forget(wire)
-            if self._made < self._size:
-                return await self._make()
-            if given := await self._wait():
-                return given
-
-    async def _make(self) -> HandlerWire:
-        self._made += 1
-        try:
+                wire.drop()
             with reaching():
                 return await self._connector.connect_handler()
         except BaseException:
-            self._made -= 1
-            self._hand_over(None)
+            self._places.release()
             raise
 
-    async def _wait(self) -> HandlerWire | None:
-        """Wait for a connection; None when there is room for another, or the pool was closed."""
-        turn: asyncio.Future[HandlerWire | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _wait(self) -> None:
+        if not self._places.locked():
+            await self._places.acquire()
+            return
         try:
             async with asyncio.timeout(self._patience):
-                return await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled() and (given := turn.result()):
-                await self.give_back(given)
-            if isinstance(error, TimeoutError):
-                raise StoreUnavailableError(
-                    f"all {self._size} connections were in use for {self._patience:g} s; raise pool_size"
-                ) from None
-            raise
+                await self._places.acquire()
+        except TimeoutError:
+            raise StoreUnavailableError(
+                f"all {self._size} connections were in use for {self._patience:g} s; raise pool_size"
+            ) from None
 
-    def _hand_over(self, wire: HandlerWire | None) -> bool:
-        """Give a connection, or the room for one, to whoever waits longest."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(wire)
-                return True
-        return False
-
-    async def give_back(self, wire: HandlerWire) -> None:
+    def give_back(self, wire: HandlerWire) -> None:
         """Take a connection back; one with which anything is wrong is closed."""
-        await wire.end()
-        if self._closed or wire.connection.closed:
-            await self._forget(wire)
-            self._hand_over(None)
-        elif not self._hand_over(wire):
-            self._idle.append(wire)
+        if wire.clean or wire.connection.closed:
+            self._keep(wire)
+            return
+        # Not a part of the caller's handler, whose tasks are ended with it.
+        cleaning = asyncio.get_running_loop().create_task(self._clean(wire), context=outside())
+        self._cleaning.add(cleaning)
+        cleaning.add_done_callback(self._cleaning.discard)
 
-    async def _forget(self, wire: HandlerWire) -> None:
-        self._made -= 1
-        await wire.close()
+    async def _clean(self, wire: HandlerWire) -> None:
+        try:
+            with suppress(OnefoldError):
+                await wire.rollback()
+            if not wire.clean:
+                wire.drop()
+        finally:
+            self._keep(wire)
+
+    def _keep(self, wire: HandlerWire) -> None:
+        if wire.plans_changed:
+            # Other connections may have the same plans.
+            self._drop_idle()
+        if self._closed or wire.plans_changed:
+            wire.drop()
+        elif not wire.connection.closed:
+            wire.reset()
+        if not wire.connection.closed:
+            self._idle.append(wire)
+        self._places.release()
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().drop()
 
     async def close(self) -> None:
         """Close what is idle now, and the others when they are given back."""
         self._closed = True
-        while self._idle:
-            await self._forget(self._idle.pop())
-        while self._hand_over(None):
-            pass
+        self._drop_idle()
+        # Each caller in turn finds the pool closed and passes its place on.
+        self._places.release()
+        if self._cleaning:
+            await asyncio.wait(self._cleaning)

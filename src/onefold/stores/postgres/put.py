@@ -12,12 +12,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from psycopg.errors import InFailedSqlTransaction, UniqueViolation
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock, SystemClock, give_way
 from onefold.envelope import Envelope
-from onefold.errors import KeyReuseError, StoreUnavailableError
+from onefold.errors import StoreUnavailableError
 from onefold.store import PutOptions, State, Stored
 from onefold.stores import keys
 from onefold.stores.keys import Holder, Verdict, judge, judge_deduplication
@@ -27,7 +28,7 @@ from onefold.stores.postgres.wire import Named, Row, Speaker
 
 #: Messages in one statement: enough to forget what a statement costs, few enough for the server's working memory.
 CHUNK = 1_000
-#: Each round is lost only to somebody who won, so this many in a row are not bad luck.
+#: A round is lost to another transaction only if that one won, so this many in a row are not bad luck.
 _ROUNDS_MAX = 20
 
 #: So long after a key was found taken, keys are no longer expected to be free: what was written before is dead weight.
@@ -139,7 +140,8 @@ class Putter:
         if options.batch_key is not None:
             return await self._put_batch(envelopes, options.batch_key)
         given = {e.id: e for e in envelopes}
-        simple = [e for e in given.values() if e.deduplication_key is None]
+        in_turn = keys.in_turn(given.values())
+        simple = [e for e in given.values() if e.id not in in_turn]
         taken = await self._store(simple) if simple else set()
         if not taken and len(simple) == len(envelopes):
             return [Stored(e.id, State.SCHEDULED) for e in envelopes]
@@ -195,44 +197,50 @@ class Putter:
         self._hope = None
         await self._be_certain()
         async with self._turn:
-            for _ in range(_ROUNDS_MAX):
+            # A message waits for one before it, of which there are as many, or lost a key to another transaction.
+            for _ in range(len(waiting) + _ROUNDS_MAX):
                 if not waiting:
                     return answers
-                waiting = await self._round(waiting, options, answers)
+                await self._round(waiting, options, answers)
+                waiting = [e for e in waiting if e.id not in answers]
         raise StoreUnavailableError("too many senders of the same keys at once; try again")
 
-    async def _round(
-        self, waiting: Sequence[Envelope], options: PutOptions, answers: dict[str, Stored]
-    ) -> list[Envelope]:
-        """Answer what can be answered; return the messages that lost a key to somebody quicker."""
+    async def _round(self, waiting: Sequence[Envelope], options: PutOptions, answers: dict[str, Stored]) -> None:
+        """Answer what can be answered now: not what depends on a message before it that has no answer yet."""
         holders, now = await self._holders({name for e in waiting for name in _names(e)})
+        undecided: set[_Name] = set()
         free: list[tuple[Envelope, list[_Wanted]]] = []
         suppressed: list[_Name] = []
         for e in waiting:
-            held, wanted = _decide(e, holders, now)
+            names = _names(e)
+            if not undecided.isdisjoint(names):
+                undecided.update(names)
+                continue
+            held, wanted = _decide(e, names, holders, now)
             if held is None:
+                undecided.update(names)
                 free.append((e, wanted))
                 continue
             name, holder, verdict = held
             if verdict is Verdict.DUPLICATE:
                 suppressed.append(name)
             answers[e.id] = await self._report(holder, verdict, options)
-        for times, names in _by_number(suppressed):
-            await self._wire.rows("count_suppressed", {**_named(names), "times": times})
-        return await self._store_free(free, answers) if free else []
+            if holder.state is State.DEAD and answers[e.id].state is not State.DEAD:
+                _reopen(holders, holder.message_id)
+        for times, those in _by_number(suppressed):
+            await self._wire.rows("count_suppressed", {**_named(those), "times": times})
+        if free:
+            await self._store_free(free, answers)
 
-    async def _store_free(
-        self, free: Sequence[tuple[Envelope, list[_Wanted]]], answers: dict[str, Stored]
-    ) -> list[Envelope]:
-        """Take the keys and store the messages that got all of theirs; return the others."""
+    async def _store_free(self, free: Sequence[tuple[Envelope, list[_Wanted]]], answers: dict[str, Stored]) -> None:
+        """Take the keys, and store the messages that got all of theirs; others were quicker with those of the rest."""
         won = await self._take([one for _, wanted in free for one in wanted])
         mine = [e for e, wanted in free if _has_all(won, wanted)]
         if mine:
             await store_fresh(self._wire, self._now, mine, keyed=False)
             answers.update((e.id, Stored(e.id, State.SCHEDULED)) for e in mine)
-        lost = [(e, wanted) for e, wanted in free if e.id not in answers]
-        await self._drop([one for _, wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
-        return [e for e, _ in lost]
+        lost = [wanted for e, wanted in free if e.id not in answers]
+        await self._drop([one for wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
 
     async def _report(self, holder: Holder, verdict: Verdict, options: PutOptions) -> Stored:
         state = holder.state or State.SCHEDULED
@@ -271,23 +279,19 @@ class Putter:
 
         The batch's own key is taken first, so that a second sender waits here until the first has committed.
         """
-        fingerprint = keys.batch_fingerprint(list(envelopes))
+        fingerprint = keys.batch_fingerprint(envelopes)
         name = (keys.BATCH_SCOPE, batch_key, keys.BATCH)
         wanted = _Wanted(name, envelopes[0].id, fingerprint, 1, None, None)
         new = bool(await self._take([wanted]))
         holders, now = await self._holders([name])
         holder = None if new else holders.get(name)
         answers = await self.put(envelopes, PutOptions())
-        known = [answer for answer in answers if answer.duplicate or answer.clash]
-        same = holder is None or holder.fingerprint == fingerprint
-        if known and len(known) == len(answers) and same and not any(answer.clash for answer in answers):
-            await self._drop([wanted] if new else [])
-            return answers
-        if known or (holder is not None and not same and holder.state is not None):
-            raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
-        expires_at = now + round(limits.KEY_WINDOW * MICROSECONDS)
-        taken_from = holder.message_id if holder else wanted.message_id
-        await self._take([wanted._replace(expires_at=expires_at, holder=taken_from)])
+        if keys.judge_batch(batch_key, fingerprint, holder, answers, now) is Verdict.FREE:
+            expires_at = now + round(limits.KEY_WINDOW * MICROSECONDS)
+            taken_from = holder.message_id if holder else wanted.message_id
+            await self._take([wanted._replace(expires_at=expires_at, holder=taken_from)])
+        elif new:
+            await self._drop([wanted])
         return answers
 
 
@@ -299,12 +303,19 @@ def _names(e: Envelope) -> list[_Name]:
     return names
 
 
+def _reopen(holders: dict[_Name, Holder], message_id: str) -> None:
+    """A dead letter was redriven: it is alive for the messages that are judged next."""
+    for name, holder in holders.items():
+        if holder.message_id == message_id:
+            holders[name] = msgspec.structs.replace(holder, state=State.SCHEDULED)
+
+
 def _decide(
-    e: Envelope, holders: dict[_Name, Holder], now: int
+    e: Envelope, names: Sequence[_Name], holders: dict[_Name, Holder], now: int
 ) -> tuple[tuple[_Name, Holder, Verdict] | None, list[_Wanted]]:
     """Return who is in the way of a message, or the keys it is to take."""
     wanted: list[_Wanted] = []
-    for name in _names(e):
+    for name in names:
         holder = holders.get(name)
         deduplicating = name[2] == keys.DEDUPLICATION
         if holder is not None:

@@ -1,4 +1,7 @@
 -- The statements of the PostgreSQL store, in the order of a message's life.
+-- They also run on callers' connections, under their search path: functions are called as pg_catalog's, because one that
+-- another role has made would be preferred if its types fit better, and operators have operands of the types that the
+-- server's own are made for.  Only unnest of several arrays stands alone: it is grammar, and always the server's.
 -- The names are those of the SQLite store; where one statement here does what several do there, its comment says so.
 -- What belongs together is one statement of several parts, because a round trip costs more than a part.
 -- `now` is null except in tests, which bring their own clock; a statement reads the time once.
@@ -29,7 +32,7 @@ won AS (
     ON CONFLICT DO NOTHING
     RETURNING message_id
 ),
-all_won AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM won),
+all_won AS MATERIALIZED (SELECT pg_catalog.count(*) = pg_catalog.cardinality(%(ids)s::uuid[]) AS yes FROM won),
 message AS (
     INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
         causation_id, subject, created_at, retention, payload, headers)
@@ -41,7 +44,7 @@ delivery AS (
     INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
         replay_count, priority, gate, place)
     SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0,
-        coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, nextval('onefold.place')) END
+        coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, pg_catalog.nextval('onefold.place')) END
     FROM (
         SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
     ) dated
@@ -69,7 +72,7 @@ won AS (
     ON CONFLICT DO NOTHING
     RETURNING message_id
 ),
-all_won AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM won),
+all_won AS MATERIALIZED (SELECT pg_catalog.count(*) = pg_catalog.cardinality(%(ids)s::uuid[]) AS yes FROM won),
 message AS (
     INSERT INTO onefold.message (id, message_type, schema_version, queue, idempotency_key, correlation_id,
         causation_id, subject, created_at, retention, payload, headers)
@@ -157,7 +160,7 @@ stored AS (
 INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
     replay_count, priority, gate, place)
 SELECT id, queue, claimed_as, 0, due, CASE retention WHEN 0 THEN 0 ELSE due + retention END, 1, 0, 0, 0,
-    coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, nextval('onefold.place')) END
+    coalesce(priority, 0), gate, CASE WHEN ordered THEN coalesce(sequence, pg_catalog.nextval('onefold.place')) END
 FROM (
     SELECT given.*, CASE due_at WHEN 0 THEN (SELECT now FROM clock) + delay ELSE due_at END AS due FROM given
 ) dated
@@ -211,7 +214,7 @@ INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at
     priority, gate, place)
 SELECT id, queue, %(claimed_as)s::text, 0, due_at, CASE retention WHEN 0 THEN 0 ELSE due_at + retention END, 1, 0, 0, 0,
     %(priority)s::smallint, %(gate)s::text,
-    CASE WHEN %(ordered)s::boolean THEN coalesce(%(sequence)s::bigint, nextval('onefold.place')) END
+    CASE WHEN %(ordered)s::boolean THEN coalesce(%(sequence)s::bigint, pg_catalog.nextval('onefold.place')) END
 FROM stored
 RETURNING 1
 
@@ -227,7 +230,7 @@ RETURNING message_id::text, kind
 -- name: key_lock
 -- Waits for whoever holds a key in an open transaction.  What the holder is must be read by the next statement:
 -- this one still sees the messages as they were before it waited.
-SELECT count(*)
+SELECT pg_catalog.count(*)
 FROM unnest(%(scopes)s::text[], %(keys)s::text[], %(kinds)s::smallint[]) AS g (scope, key, kind)
 CROSS JOIN LATERAL (
     SELECT k.kind FROM onefold.key k WHERE k.scope = g.scope AND k.key = g.key AND k.kind = g.kind FOR UPDATE
@@ -276,6 +279,11 @@ VALUES (%(id)s::uuid, '', 1, '', '', '', '', '', 0, 0)
 ON CONFLICT (id) DO NOTHING
 RETURNING 1
 
+-- name: replicated
+-- After a lost answer: its commit writes to the log, so that it waits until the synchronous standby, if there is one,
+-- has everything before it, which a statement that only reads does not.  Any role may call it, at any wal_level.
+SELECT pg_catalog.pg_logical_emit_message(true, 'onefold'::text, ''::text)
+
 -- name: claim_expired
 -- When claim says that leases have run out: their worker died or is too slow.
 -- The fence rises when somebody claims the message again.
@@ -289,7 +297,7 @@ released AS (
         FOR UPDATE SKIP LOCKED))
     RETURNING 1
 )
-SELECT count(*) FROM released
+SELECT pg_catalog.count(*) FROM released
 
 -- name: claim
 -- Stands for claim_possible, claim_select and claim_take.
@@ -378,7 +386,7 @@ picked AS MATERIALIZED (
                 FOR UPDATE SKIP LOCKED
             ) without
             UNION ALL
-            SELECT id, due_at - level * %(step)s::bigint FROM generate_series(1, %(top)s::int) AS level
+            SELECT id, due_at - level * %(step)s::bigint FROM pg_catalog.generate_series(1, %(top)s::int) AS level
             CROSS JOIN LATERAL (
                 SELECT id, due_at FROM onefold.delivery
                 WHERE queue = q.queue AND state = 0 AND gate IS NULL AND priority = level AND priority > 0
@@ -428,7 +436,7 @@ run_out AS MATERIALIZED (
 ),
 picked AS MATERIALIZED (
     SELECT due.id
-    FROM unnest(%(queues)s::text[]) AS q (queue)
+    FROM pg_catalog.unnest(%(queues)s::text[]) AS q (queue)
     CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
         WHERE queue = q.queue AND crashes > 0 AND lease_until IS NULL AND gate IS NULL AND due_at <= (SELECT now FROM clock)
@@ -474,6 +482,38 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
 FROM onefold.delivery d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 WHERE d.state = 1 AND d.lease_until > 0 AND d.call = %(call)s::bigint
+
+-- name: claim_candidates
+-- Everything that may be due, of each line only the head: among these is the row on which a claim has failed.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now)
+SELECT id::text, fence, due_at FROM onefold.delivery d
+WHERE queue = ANY (%(queues)s::text[]) AND state = 0 AND due_at <= (SELECT now FROM clock)
+    AND message_type = ANY (%(types)s::text[])
+    AND (due_at, id) > (%(after_due)s::bigint, %(after)s::uuid)
+    AND (place IS NULL OR NOT EXISTS (
+        SELECT FROM onefold.delivery before
+        WHERE before.gate = d.gate AND before.place IS NOT NULL AND (before.place < d.place OR before.state = 1)))
+ORDER BY due_at, id LIMIT %(portion)s::bigint
+
+-- name: claim_set_aside
+-- A message that cannot be claimed becomes a dead letter, so that it is not in the way of the others.
+WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+aside AS (
+    DELETE FROM onefold.delivery WHERE id = %(id)s::uuid AND fence = %(fence)s::bigint AND state = 0
+    RETURNING id, queue, fence, attempt, crashes, replay_count, gate, place
+),
+passed AS (
+    INSERT INTO onefold.gate AS g (gate, last, expires_at)
+    SELECT gate, place, now + %(line_retention)s::bigint FROM aside CROSS JOIN clock WHERE place >= 0
+    ON CONFLICT (gate) DO UPDATE
+    SET last = greatest(g.last, excluded.last), expires_at = greatest(g.expires_at, excluded.expires_at)
+)
+INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until, body_until,
+    failure)
+SELECT id, queue, 4, fence, attempt, crashes, replay_count, now, now + %(key_window)s::bigint,
+    now + least(%(key_window)s::bigint, %(body_window)s::bigint), %(failure)s::bytea
+FROM aside CROSS JOIN clock
+RETURNING 1
 
 -- name: extend
 -- A row is leased exactly while it has a lease_until; asking for the state would draw in the index on leases.
@@ -552,10 +592,10 @@ ended AS (
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence
 ),
-all_held AS MATERIALIZED (SELECT count(*) = cardinality(%(ids)s::uuid[]) AS yes FROM ended),
+all_held AS MATERIALIZED (SELECT pg_catalog.count(*) = pg_catalog.cardinality(%(ids)s::uuid[]) AS yes FROM ended),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
-        purge_at, result)
+        body_until, result)
     SELECT id, queue, 3, fence, attempt - 1, crashes, replay_count, now, now + key_window,
         now + least(key_window, body_window), result
     FROM given CROSS JOIN clock
@@ -580,7 +620,7 @@ ended AS (
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
-        purge_at, failure)
+        body_until, failure)
     SELECT id, queue, 4, fence, attempt - 1 + failed_runs, crashes, replay_count, now, now + key_window,
         now + least(key_window, body_window), failure
     FROM given CROSS JOIN clock WHERE ((id, fence) IN (SELECT id, fence FROM ended)) IS TRUE
@@ -601,12 +641,12 @@ WITH ended AS (
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
-        purge_at, result)
+        body_until, result)
     SELECT id, queue, 3, fence, attempt, crashes, replay_count, now, now + %(key_window)s::bigint,
         now + least(%(key_window)s::bigint, %(body_window)s::bigint), %(result)s::bytea
     FROM ended
 )
-SELECT CASE WHEN count(*) = 1 THEN true WHEN %(strictly)s::boolean THEN onefold.refuse_stale() ELSE false END FROM ended
+SELECT CASE WHEN pg_catalog.count(*) = 1 THEN true WHEN %(strictly)s::boolean THEN onefold.refuse_stale() ELSE false END FROM ended
 
 -- name: settle_again
 -- Stands for settle_again and settle_attempt.
@@ -620,15 +660,15 @@ given AS MATERIALIZED (
 again AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
-        attempt = (%(counted)s::bigint[])[array_position(%(ids)s::uuid[], id)],
-        crashes = crashes + (%(crashed)s::bigint[])[array_position(%(ids)s::uuid[], id)],
-        due_at = (SELECT now FROM clock) + (%(delays)s::bigint[])[array_position(%(ids)s::uuid[], id)]
+        attempt = (%(counted)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)],
+        crashes = crashes + (%(crashed)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)],
+        due_at = (SELECT now FROM clock) + (%(delays)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)]
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure, delay)
-    SELECT id, fence, attempt, now, worker, failure, delay / 1e6::double precision
+    SELECT id, fence, attempt, now, worker, failure, delay::double precision / 1e6::double precision
     FROM given CROSS JOIN clock
     WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM again)) IS TRUE
 )
@@ -642,9 +682,9 @@ WITH given AS MATERIALIZED (
 back AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, lease_until = NULL, worker = NULL,
-        gate = coalesce((%(gates)s::text[])[array_position(%(ids)s::uuid[], id)], gate),
-        place = CASE WHEN (%(gates)s::text[])[array_position(%(ids)s::uuid[], id)] IS NULL THEN place
-            WHEN (%(ordered)s::boolean[])[array_position(%(ids)s::uuid[], id)] THEN nextval('onefold.place') END
+        gate = coalesce((%(gates)s::text[])[pg_catalog.array_position(%(ids)s::uuid[], id)], gate),
+        place = CASE WHEN (%(gates)s::text[])[pg_catalog.array_position(%(ids)s::uuid[], id)] IS NULL THEN place
+            WHEN (%(ordered)s::boolean[])[pg_catalog.array_position(%(ids)s::uuid[], id)] THEN pg_catalog.nextval('onefold.place') END
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence
 )
@@ -668,26 +708,34 @@ SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(id
 
 -- name: move_redrive
 -- Stands for move_redrive, move_reopened and move_act.
--- Only a letter whose body is still there can run again; its fence starts above the one that ended it.
--- When its window is over its key may already be another message's, so it is too late then.
+-- Only a letter whose body is still to be kept can run again; its fence starts above the one that ended it.
+-- When its time is over it is too late, though a purge may not have come by yet; with its key's window over, its key may
+-- already be another message's.
 -- In its line it stands where its number says, or else behind all others.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+-- No purge removes a body until this is committed; and one that was under way has, so that a body it removed meanwhile
+-- is seen to be gone, which only a lock looks at again.
+unpurged AS MATERIALIZED (SELECT FROM onefold.purge FOR KEY SHARE),
+body AS MATERIALIZED (
+    SELECT * FROM onefold.message
+    WHERE id = ANY (%(ids)s::uuid[]) AND payload IS NOT NULL AND EXISTS (SELECT FROM unpurged)
+    FOR UPDATE
+),
 reopened AS (
-    DELETE FROM onefold.outcome o USING onefold.message m
-    WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND o.kept_until > (SELECT now FROM clock)
-        AND m.id = o.id AND m.payload IS NOT NULL
+    DELETE FROM onefold.outcome o USING body m
+    WHERE o.id = ANY (%(ids)s::uuid[]) AND o.state = 4 AND o.body_until > (SELECT now FROM clock) AND m.id = o.id
     RETURNING o.id, o.queue, m.retention, o.fence, o.replay_count, m.message_type, m.schema_version,
-        convert_from(m.headers, 'UTF8')::json AS headers
+        pg_catalog.convert_from(m.headers, 'UTF8')::json AS headers
 ),
 delivered AS (
     INSERT INTO onefold.delivery (id, queue, message_type, state, due_at, expires_at, fence, attempt, crashes,
         replay_count, priority, gate, place)
-    SELECT id, queue, message_type || CASE WHEN (headers ->> 'pinned')::boolean THEN '@' || schema_version ELSE '' END,
+    SELECT id, queue, message_type || CASE WHEN (headers ->> 'pinned')::boolean THEN '@' || schema_version::text ELSE '' END,
         0, now, CASE retention WHEN 0 THEN 0 ELSE now + retention END, fence + 1, 0, 0, replay_count + 1,
         coalesce((headers ->> 'priority')::smallint, 0),
         coalesce(headers ->> 'gate', message_type || ':' || (headers ->> 'ordering_key')),
         CASE WHEN headers ->> 'ordering_key' IS NOT NULL
-            THEN coalesce((headers ->> 'sequence')::bigint, nextval('onefold.place')) END
+            THEN coalesce((headers ->> 'sequence')::bigint, pg_catalog.nextval('onefold.place')) END
     FROM reopened CROSS JOIN clock
 ),
 act AS (
@@ -701,7 +749,7 @@ SELECT id::text, queue FROM reopened
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 discarded AS (
     UPDATE onefold.outcome
-    SET state = 6, fence = fence + 1, kept_until = (SELECT now FROM clock), purge_at = (SELECT now FROM clock)
+    SET state = 6, fence = fence + 1, kept_until = (SELECT now FROM clock), body_until = (SELECT now FROM clock)
     WHERE id = ANY (%(ids)s::uuid[]) AND state = 4
     RETURNING id, queue
 ),
@@ -721,14 +769,14 @@ cancelled AS (
 ),
 passed AS (
     INSERT INTO onefold.gate AS g (gate, last, expires_at)
-    SELECT gate, max(place), max(now) + %(line_retention)s::bigint FROM cancelled CROSS JOIN clock
+    SELECT gate, pg_catalog.max(place), pg_catalog.max(now) + %(line_retention)s::bigint FROM cancelled CROSS JOIN clock
     WHERE place >= 0 GROUP BY gate ORDER BY gate
     ON CONFLICT (gate) DO UPDATE
     SET last = greatest(g.last, excluded.last), expires_at = greatest(g.expires_at, excluded.expires_at)
 ),
 outcome AS (
     INSERT INTO onefold.outcome (id, queue, state, fence, attempt, crashes, replay_count, ended_at, kept_until,
-        purge_at)
+        body_until)
     SELECT id, queue, 5, fence + 1, attempt, crashes, replay_count, now,
         CASE fence WHEN 1 THEN now ELSE now + %(key_window)s::bigint END,
         CASE fence WHEN 1 THEN now ELSE now + %(key_window)s::bigint END
@@ -769,29 +817,15 @@ SELECT name, value, version FROM onefold.register
 WHERE kind = %(kind)s::text AND (expires_at IS NULL OR expires_at > coalesce(%(now)s::bigint, onefold.clock()))
 ORDER BY name
 
--- name: purge_bodies
--- Stands for purge_bodies, purge_body and purge_body_done.  Several machines may purge: each takes what is free.
-WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
-old AS MATERIALIZED (
-    SELECT id FROM onefold.outcome
-    WHERE purge_at <= (SELECT now FROM clock) AND kept_until > (SELECT now FROM clock)
-    ORDER BY purge_at LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED
-),
-emptied AS (
-    UPDATE onefold.message SET payload = NULL WHERE id = ANY (ARRAY(SELECT id FROM old))
-)
-UPDATE onefold.outcome SET purge_at = kept_until WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING 1
-
 -- name: purge_messages
--- Stands for purge_messages, purge_message_key, purge_message, purge_outcome, purge_attempts, purge_progress,
--- purge_steps and purge_parts.
-WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
+-- Stands for purge_gone, purge_message_key, purge_attempts, purge_progress, purge_steps, purge_parts, purge_messages and
+-- purge_outcomes.  Of several purgers one holds the row of `purge`, which is cheaper than to lock every message, and
+-- says so; the others find nothing to do.
+WITH mark AS MATERIALIZED (SELECT FROM onefold.purge FOR UPDATE SKIP LOCKED),
 old AS MATERIALIZED (
     SELECT id FROM onefold.outcome
-    WHERE purge_at <= (SELECT now FROM clock) AND kept_until <= (SELECT now FROM clock)
-    ORDER BY purge_at LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED
+    WHERE kept_until <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) AND EXISTS (SELECT FROM mark)
+    ORDER BY kept_until LIMIT %(limit)s
 ),
 outcome AS (
     DELETE FROM onefold.outcome WHERE id = ANY (ARRAY(SELECT id FROM old))
@@ -815,13 +849,49 @@ key AS (
     DELETE FROM onefold.key k USING message m
     WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.message_id = m.id
 )
-SELECT 1 FROM old
+SELECT pg_catalog.count(*), EXISTS (SELECT FROM mark) FROM old
+
+-- name: purge_bodies
+-- Stands for purge_range, purge_bodies and purge_bodies_done, for the purger that holds the row of `purge`.
+-- Bodies of one moment go together.  After the clock was set back it begins anew from there: what ends then has an
+-- earlier time than what was purged before.
+WITH mark AS MATERIALIZED (
+    SELECT least(bodies, now) AS since, now
+    FROM onefold.purge CROSS JOIN (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now) clock
+),
+border AS MATERIALIZED (
+    SELECT coalesce((
+        SELECT body_until FROM onefold.outcome
+        WHERE body_until > (SELECT since FROM mark) AND body_until <= (SELECT now FROM mark)
+        ORDER BY body_until LIMIT 1 OFFSET %(limit)s::bigint - 1), now) AS upto
+    FROM mark
+),
+old AS MATERIALIZED (
+    SELECT id FROM onefold.outcome
+    WHERE body_until > (SELECT since FROM mark) AND body_until <= (SELECT upto FROM border)
+),
+moved AS (
+    UPDATE onefold.purge SET bodies = (SELECT upto FROM border)
+    WHERE EXISTS (SELECT FROM old) OR bodies > (SELECT now FROM mark)
+),
+emptied AS (
+    UPDATE onefold.message SET payload = NULL WHERE id = ANY (ARRAY(SELECT id FROM old))
+)
+SELECT pg_catalog.count(*) FROM old
 
 -- name: purge_keys
 DELETE FROM onefold.key WHERE (scope, key, kind) IN (
     SELECT scope, key, kind FROM onefold.key
     WHERE expires_at <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED)
+RETURNING 1
+
+-- name: purge_acts
+-- The oldest come first, so that only so many are ever looked at.
+DELETE FROM onefold.act WHERE seq IN (
+    SELECT seq FROM (SELECT seq, at FROM onefold.act ORDER BY seq LIMIT %(limit)s FOR UPDATE SKIP LOCKED) AS oldest
+    WHERE at <= (SELECT coalesce(%(now)s::bigint, onefold.clock())) - %(kept)s::bigint)
+RETURNING 1
 
 -- name: purge_register
 DELETE FROM onefold.register WHERE (kind, name) IN (
@@ -839,7 +909,7 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until,
+    d.worker, o.ended_at, o.kept_until, o.body_until,
     CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold.attempt a WHERE a.message_id = d.id AND a.fence = d.fence - 1) END
@@ -863,7 +933,7 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    d.worker, o.ended_at, o.kept_until, o.body_until, o.result, o.failure
 FROM d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
@@ -884,7 +954,7 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until, o.result, o.failure
+    d.worker, o.ended_at, o.kept_until, o.body_until, o.result, o.failure
 FROM d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
@@ -901,7 +971,7 @@ ORDER BY m.id LIMIT %(limit)s
 SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key, m.correlation_id, m.causation_id,
     m.subject, m.created_at, m.retention, m.payload, m.headers,
     0::bigint, 0::bigint, o.fence, o.attempt, o.crashes, o.replay_count,
-    o.state, NULL::text, o.ended_at, o.kept_until, o.result, o.failure
+    o.state, NULL::text, o.ended_at, o.kept_until, o.body_until, o.result, o.failure
 FROM onefold.outcome o
 JOIN onefold.message m ON m.id = o.id
 WHERE o.state = 4 AND o.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
@@ -923,7 +993,7 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until,
+    d.worker, o.ended_at, o.kept_until, o.body_until,
     CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END, o.failure,
     coalesce((SELECT k.suppressed FROM onefold.key k
         WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = 0 AND k.message_id = m.id), 0)
@@ -942,7 +1012,7 @@ SELECT m.id::text, m.message_type, m.schema_version, m.queue, m.idempotency_key,
     coalesce(d.due_at, 0), coalesce(d.expires_at, 0), coalesce(d.fence, o.fence), coalesce(d.attempt, o.attempt),
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count),
     coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state),
-    d.worker, o.ended_at, o.kept_until,
+    d.worker, o.ended_at, o.kept_until, o.body_until,
     CASE WHEN o.kept_until > coalesce(%(now)s::bigint, onefold.clock()) THEN o.result END,
     CASE WHEN d.wake_target IS NULL THEN o.failure ELSE
         (SELECT a.failure FROM onefold.attempt a WHERE a.message_id = d.id AND a.fence = d.fence - 1) END
@@ -962,11 +1032,11 @@ ORDER BY m.id LIMIT %(limit)s
 SELECT attempt, fence, at, worker, failure, delay FROM onefold.attempt WHERE message_id = %(id)s::uuid ORDER BY fence
 
 -- name: count_alive
-SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, count(*)
+SELECT queue, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS shown, pg_catalog.count(*)
 FROM onefold.delivery GROUP BY queue, shown
 
 -- name: count_dead
-SELECT queue, count(*), min(ended_at) FROM onefold.outcome WHERE state = 4 GROUP BY queue
+SELECT queue, pg_catalog.count(*), pg_catalog.min(ended_at) FROM onefold.outcome WHERE state = 4 GROUP BY queue
 
 -- name: restored_lock
 -- Nothing changes its table while a page is changed, so every message is met once, wherever it is.
@@ -986,26 +1056,33 @@ alive AS (
 ended AS (
     UPDATE onefold.outcome SET fence = fence + %(leap)s::bigint WHERE id = ANY (ARRAY(SELECT id FROM page))
 )
-SELECT (SELECT count(*) FROM leased), (SELECT id::text FROM page ORDER BY id DESC LIMIT 1)
+SELECT (SELECT pg_catalog.count(*) FROM leased), (SELECT id::text FROM page ORDER BY id DESC LIMIT 1)
 
 -- name: now
 SELECT coalesce(%(now)s::bigint, onefold.clock())
 
 -- name: notify
-SELECT pg_notify('onefold', queue) FROM unnest(%(queues)s::text[]) AS q (queue)
+SELECT pg_catalog.pg_notify('onefold', queue) FROM pg_catalog.unnest(%(queues)s::text[]) AS q (queue)
 
 -- name: listen
 LISTEN onefold
 
 -- name: session_settings
-SELECT set_config(name, value, false) FROM unnest(%(names)s::text[], %(values)s::text[]) AS s (name, value)
+SELECT pg_catalog.set_config(name, value, false) FROM unnest(%(names)s::text[], %(values)s::text[]) AS s (name, value)
+
+-- name: local_settings
+-- The same until the transaction ends.
+SELECT pg_catalog.set_config(name, value, true) FROM unnest(%(names)s::text[], %(values)s::text[]) AS s (name, value)
+
+-- name: server_encoding
+SELECT pg_catalog.current_setting('server_encoding')
 
 -- name: durability
-SELECT current_setting('fsync') = 'on' AND current_setting('full_page_writes') = 'on'
-    AND current_setting('synchronous_commit') <> 'off'
+SELECT pg_catalog.current_setting('fsync') = 'on' AND pg_catalog.current_setting('full_page_writes') = 'on'
+    AND pg_catalog.current_setting('synchronous_commit') <> 'off'
 
 -- name: schema_state
-SELECT to_regclass('onefold.migration') IS NOT NULL,
+SELECT pg_catalog.to_regclass('onefold.migration') IS NOT NULL,
     EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'onefold')
 
 -- name: schema_applied
@@ -1013,7 +1090,8 @@ SELECT number, checksum FROM onefold.migration
 
 -- name: schema_lock
 -- One machine migrates at a time; the others wait here and then find nothing left to do.
-SELECT pg_advisory_xact_lock(7381240915)
+-- A lock on a table, and not an advisory one, which any role that may connect could hold.
+LOCK TABLE onefold.migration IN SHARE ROW EXCLUSIVE MODE
 
 -- name: schema_create
 CREATE SCHEMA IF NOT EXISTS onefold

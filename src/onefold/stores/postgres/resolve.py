@@ -1,7 +1,10 @@
 """A COMMIT whose reply was lost: find out what became of it, never assume.
 
 The session that was asked may still be committing, so a plain read that finds nothing proves nothing.
-Only the lock of the row it had changed does: whoever gets it knows that the other has committed or is gone.
+Only the lock of the row it had changed does: once it is granted, the other has committed or is gone.
+Nor does a read that finds it prove that it is on the synchronous standby too, which the lost reply would have said:
+the server shows what it has when it ends the wait, or after a restart.  So what was found is answered when a commit
+behind it has been replicated.
 (The server's own answer by transaction number is not used: after a crash it may give the same number again.)
 """
 
@@ -23,17 +26,26 @@ from onefold.stores.postgres.wire import Wire
 
 async def was_committed(link: Link, session_of: Callable[[Wire], Session], transaction: OwnTransaction) -> bool:
     """Whether a transaction was committed, as told by whatever it has written."""
-    settled, stored = transaction.settled, transaction.stored
-    if settled:
-        return await link.run(lambda wire, _: was_settled(wire, settled))
-    if stored:
-        return await link.run(lambda wire, _: was_stored(wire, stored[0]))
-    if transaction.recorded is not None:
-        recorded = transaction.recorded
-        return await link.run(lambda wire, _: _was_recorded(wire, session_of(wire), *recorded))
-    raise CommitUnknownError(
-        "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
-    )
+    if not (transaction.settled or transaction.stored or transaction.recorded):
+        raise CommitUnknownError(
+            "the connection was lost during COMMIT, and nothing onefold wrote can tell whether it happened"
+        )
+
+    async def look_up(wire: Wire, _: bool) -> bool:
+        found = await _was_written(wire, session_of, transaction)
+        if found:
+            await wire.rows("replicated")
+        return found
+
+    return await link.run(look_up)
+
+
+async def _was_written(wire: Wire, session_of: Callable[[Wire], Session], transaction: OwnTransaction) -> bool:
+    if transaction.settled:
+        return await was_settled(wire, transaction.settled)
+    if transaction.recorded is not None and not transaction.stored:
+        return await _was_recorded(wire, session_of(wire), *transaction.recorded)
+    return await was_stored(wire, transaction.stored[0])
 
 
 async def _was_recorded(wire: Wire, session: Session, message_id: str, step: Step) -> bool:

@@ -10,9 +10,17 @@ from onefold.stores.sql import Migration, load_migrations, split_script
 
 MIGRATIONS = load_migrations("onefold.stores.postgres")
 
+#: The table of migrations is made once; losing that race again and again is something else.
+_RACES_MAX = 10
+
 
 async def missing_migrations(wire: Wire) -> list[Migration]:
     """Return what is still to be applied; raises ``SchemaError`` for a schema from the future or not ours."""
+    if (await wire.rows("server_encoding"))[0][0] == "SQL_ASCII":
+        raise SchemaError(
+            "the database has the encoding SQL_ASCII, which keeps bytes without knowing what they mean; "
+            "use a database made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+        )
     ours, occupied = (await wire.rows("schema_state"))[0]
     if not ours:
         if occupied:
@@ -45,19 +53,29 @@ async def refuse_unfinished(wire: Wire) -> None:
 
 async def migrate(wire: Wire, now: int | None, done: list[str]) -> None:
     """Apply what is missing, each file in a transaction of its own together with its record; add the names."""
+    races = 0
     while True:
-        async with wire.transaction():
-            await wire.rows("schema_lock")
-            missing = await missing_migrations(wire)
-            if not missing:
-                return
-            await _apply(wire, missing[0], now)
+        try:
+            async with wire.transaction():
+                # The table is made first, because it is the lock: none but its owner's roles can hold that.
+                if await missing_migrations(wire) == MIGRATIONS:
+                    await wire.rows("schema_create")
+                    await wire.rows("schema_table")
+                await wire.rows("schema_lock")
+                missing = await missing_migrations(wire)
+                if not missing:
+                    return
+                await _apply(wire, missing[0], now)
+        except (errors.UniqueViolation, errors.DuplicateSchema, errors.DuplicateTable):
+            # Another machine has made the table at the same moment, and its migration is committed by now.
+            races += 1
+            if races > _RACES_MAX:
+                raise
+            continue
         done.append(missing[0].name)
 
 
 async def _apply(wire: Wire, migration: Migration, now: int | None) -> None:
-    await wire.rows("schema_create")
-    await wire.rows("schema_table")
     for statement in split_script(migration.text):
         await wire.script(statement)
     record = {"number": migration.number, "name": migration.name, "checksum": migration.checksum, "now": now}

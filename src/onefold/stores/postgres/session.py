@@ -28,6 +28,7 @@ from onefold.store import (
     Stored,
 )
 from onefold.stores.postgres.arrays import bigints, ids, numbers, texts
+from onefold.stores.postgres.leasing import LINE_RETENTION
 from onefold.stores.postgres.put import Hope, Putter, store_fresh
 from onefold.stores.postgres.settlements import (
     Settlement,
@@ -48,7 +49,6 @@ FIRST_ID = "00000000-0000-0000-0000-000000000000"
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
-_LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
@@ -159,7 +159,7 @@ class Session:
 
     def _passing(self, ending: Sequence[Settlement]) -> Named:
         """Return what lets those through who wait for these numbers."""
-        return "gate_passed", {**passing(ending), "now": self._now, "line_retention": _LINE_RETENTION}
+        return "gate_passed", {**passing(ending), "now": self._now, "line_retention": LINE_RETENTION}
 
     def concluding(self, lease: Lease, outcome: Done) -> list[Named]:
         """Return what settles one success as the last thing in its transaction, or fails."""
@@ -217,7 +217,7 @@ class Session:
             "actor": act.actor,
             "reason": act.reason,
             "key_window": round(limits.KEY_WINDOW * MICROSECONDS),
-            "line_retention": _LINE_RETENTION,
+            "line_retention": LINE_RETENTION,
         }
         moved: dict[str, str] = dict(await self.wire.rows(_MOVES[to], parameters))
         if to is State.SCHEDULED:
@@ -261,12 +261,22 @@ class Session:
 
     async def purge(self, limit: int) -> Purged:
         given = {"now": self._now, "limit": limit}
-        bodies = await self.wire.rows("purge_bodies", given)
-        messages = await self.wire.rows("purge_messages", given)
-        await self.wire.rows("purge_keys", given)
-        await self.wire.rows("purge_gates", given)
-        register = await self.wire.rows("purge_register", given)
-        return Purged(bodies=len(bodies), messages=len(messages), register=len(register))
+        kept = round(limits.ACT_RETENTION * MICROSECONDS)
+        # One kind after the other: while there are messages to remove whole, emptying them would be wasted effort.
+        messages, has_turn = (await self.wire.rows("purge_messages", given))[0]
+        if messages == limit or not has_turn:
+            return Purged(messages=messages)
+        bodies: int = (await self.wire.rows("purge_bodies", given))[0][0]
+        if bodies >= limit:
+            return Purged(messages=messages, bodies=bodies)
+        return Purged(
+            messages=messages,
+            bodies=bodies,
+            keys=len(await self.wire.rows("purge_keys", given)),
+            gates=len(await self.wire.rows("purge_gates", given)),
+            acts=len(await self.wire.rows("purge_acts", {**given, "kept": kept})),
+            register=len(await self.wire.rows("purge_register", given)),
+        )
 
     # people
 

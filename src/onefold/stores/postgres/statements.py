@@ -1,7 +1,6 @@
-"""Statements ready for the wire: text with numbered places, parameters as bytes.
+"""Our own statements, ready for the wire: text with numbered places, parameters as bytes.
 
-Our own are read from ``queries.sql`` once.  Those of the caller are translated the way psycopg does it; what is unusual
-about them is left to psycopg.
+They are read from ``queries.sql`` once.  Statements of callers go through psycopg as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import psycopg
@@ -31,10 +29,13 @@ COMMIT = "COMMIT"
 ROLLBACK = "ROLLBACK"
 
 _PLACE = re.compile(r"%\((\w+)\)s")
-#: Everything psycopg would look at in a caller's statement; a lone sign is an error that psycopg is to report.
-_CALLERS_PLACE = re.compile(r"%(?:\((?P<name>[^)]+)\)(?P<kind>[sbt])|(?P<plain>[sbt])|(?P<percent>%)|.?)", re.DOTALL)
-#: Statements of callers whose translation is remembered.
-_CALLERS_MAX = 500
+#: A statement that begins or ends a transaction, behind comments; ``ROLLBACK TO`` a savepoint does neither.
+_CONTROL = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/|;)*"
+    r"(BEGIN|START\s+TRANSACTION|COMMIT|END|ABORT|PREPARE\s+TRANSACTION"
+    r"|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
 _TEXT, _BINARY = 0, 1
 
@@ -96,49 +97,13 @@ _ENCODERS: Mapping[type, Callable[[Any], tuple[Buffer | None, int]]] = {
 OURS: Mapping[str, Statement] = {name: _compiled(name, text) for name, text in SQL.items()}
 
 
-class CallersStatement(NamedTuple):
-    """A caller's statement with numbered places, and the names of what belongs into them or only their number."""
+def ends_transaction(statement: object) -> str | None:
+    """Return the keyword of a statement that would begin or end a transaction, or None.
 
-    text: bytes
-    number: int
-    names: tuple[str, ...] | None
-
-    def arrange(self, parameters: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any] | None:
-        """Return the parameters in the order of their places; None when they do not fit, which psycopg explains."""
-        if isinstance(parameters, Mapping):
-            if self.names is None or not parameters.keys() >= set(self.names):
-                return None
-            return [parameters[name] for name in self.names]
-        return parameters if self.names is None and len(parameters) == self.number else None
-
-
-@lru_cache(_CALLERS_MAX)
-def translated_statement(statement: str) -> CallersStatement | None:
-    """Return a caller's statement with numbered places; None for one that only psycopg understands."""
-    names: list[str] = []
-    plain = 0
-
-    def number(found: re.Match[str]) -> str:
-        nonlocal plain
-        if found["percent"]:
-            return "%"
-        if found["plain"] == "s":
-            plain += 1
-            return f"${plain}"
-        if found["kind"] == "s":
-            if found["name"] not in names:
-                names.append(found["name"])
-            return f"${names.index(found['name']) + 1}"
-        raise _UnusualError
-
-    try:
-        text = _CALLERS_PLACE.sub(number, statement)
-    except _UnusualError:
-        return None
-    if bool(names) == bool(plain):
-        return None
-    return CallersStatement(text.encode(), plain or len(names), tuple(names) if names else None)
-
-
-class _UnusualError(Exception):
-    """A placeholder that is psycopg's business."""
+    Only texts are looked at, and only their beginning: this is for a good error message.
+    The proof that a transaction is still the one that was begun is its savepoint.
+    """
+    if isinstance(statement, bytes):
+        statement = statement.decode(errors="replace")
+    found = _CONTROL.match(statement) if isinstance(statement, str) else None
+    return " ".join(found[1].upper().split()) if found else None

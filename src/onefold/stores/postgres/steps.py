@@ -11,13 +11,12 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.envelope import unpack_headers
 from onefold.step import Note, Step
-from onefold.store import Act, Failure, Fenced, Lease, Parked, State
+from onefold.store import Act, Fenced, Lease, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.postgres.arrays import bigints, blobs, ids, texts
 from onefold.stores.postgres.wire import Speaker
-from onefold.stores.rows import encode_failure
+from onefold.stores.rows import encode_failure, read_failure, read_reply_to
 
 #: Somebody's lines: whose they are, with the fence if that is to be held, and what they say.
 Recording = tuple[Fenced, Sequence[Step]]
@@ -26,7 +25,6 @@ _Line = tuple[str, str, int]
 
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
-_decode_failure = msgspec.json.Decoder(Failure).decode
 #: The kind under which a statement says whose lines were taken.
 _WHO = -1
 
@@ -191,8 +189,8 @@ class Steps:
         """Tell the parents of messages that a person has ended them."""
         notes: list[Note] = []
         for id_, headers, replay_count, failure in await self._wire.rows("move_reply", {"ids": ids(message_ids)}):
-            if (reply_to := unpack_headers(headers).reply_to) is not None:
-                known = None if failure is None else _decode_failure(failure)
+            if (reply_to := read_reply_to(headers)) is not None:
+                known = None if failure is None else read_failure(failure)
                 notes.append(lines.reply(reply_to, replay_count, lines.ended_by_hand(id_, state, known)))
         if notes:
             await self.tell(notes)

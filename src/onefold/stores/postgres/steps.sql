@@ -15,18 +15,18 @@ given AS MATERIALIZED (
 parked AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
-        due_at = CASE WHEN wake < (%(targets)s::bigint[])[array_position(%(ids)s::uuid[], id)]
-            THEN least((SELECT now FROM clock) + (%(delays)s::bigint[])[array_position(%(ids)s::uuid[], id)],
+        due_at = CASE WHEN wake < (%(targets)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)]
+            THEN least((SELECT now FROM clock) + (%(delays)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)],
                 %(never)s::bigint)
             ELSE (SELECT now FROM clock) END,
-        wake_target = CASE WHEN wake < (%(targets)s::bigint[])[array_position(%(ids)s::uuid[], id)]
-            THEN (%(targets)s::bigint[])[array_position(%(ids)s::uuid[], id)] END
+        wake_target = CASE WHEN wake < (%(targets)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)]
+            THEN (%(targets)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)] END
     WHERE id = ANY (%(ids)s::uuid[]) AND ((id, fence) IN (SELECT id, fence FROM given)) IS TRUE
     RETURNING id, fence - 1 AS fence, wake_target
 ),
 attempt AS (
     INSERT INTO onefold.attempt (message_id, fence, attempt, at, worker, failure, delay)
-    SELECT id, fence, attempt, now, worker, failure, nullif(delay, %(never)s::bigint) / 1e6::double precision
+    SELECT id, fence, attempt, now, worker, failure, nullif(delay, %(never)s::bigint)::double precision / 1e6::double precision
     FROM given CROSS JOIN clock
     WHERE failure IS NOT NULL AND ((id, fence) IN (SELECT id, fence FROM parked)) IS TRUE
 )
@@ -90,10 +90,10 @@ SELECT id::text, '', -1, 0, 0 FROM listens
 -- name: record_wake
 -- In a statement of its own, because it must see the row as it is now that it is held.
 UPDATE onefold.delivery
-SET wake = wake + (%(counts)s::bigint[])[array_position(%(ids)s::uuid[], id)],
-    due_at = CASE WHEN wake + (%(counts)s::bigint[])[array_position(%(ids)s::uuid[], id)] >= wake_target
+SET wake = wake + (%(counts)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)],
+    due_at = CASE WHEN wake + (%(counts)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)] >= wake_target
         THEN least(due_at, coalesce(%(now)s::bigint, onefold.clock())) ELSE due_at END,
-    wake_target = CASE WHEN wake + (%(counts)s::bigint[])[array_position(%(ids)s::uuid[], id)] >= wake_target
+    wake_target = CASE WHEN wake + (%(counts)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)] >= wake_target
         THEN NULL ELSE wake_target END
 WHERE id = ANY (%(ids)s::uuid[])
 RETURNING id::text, queue, wake
@@ -187,14 +187,14 @@ WHERE o.id = ANY (%(ids)s::uuid[]) AND m.headers IS NOT NULL
 -- name: steps
 -- Several journals at once; one without lines has no rows.  Each is looked up by the index, however many there are.
 SELECT s.message_id::text, s.name, s.kind::bigint, s.value, s.fingerprint, s.at, s.seq
-FROM unnest(%(ids)s::uuid[]) AS given (id)
+FROM pg_catalog.unnest(%(ids)s::uuid[]) AS given (id)
 CROSS JOIN LATERAL (SELECT * FROM onefold.step WHERE step.message_id = given.id ORDER BY step.seq OFFSET 0) s
 
 -- name: claim_journals
 -- Those of several messages, each by its place among them.
-SELECT given.number - 1, s.name, s.kind::bigint, CASE WHEN length(s.value) <= %(bytes)s::bigint THEN s.value END,
+SELECT given.number - 1, s.name, s.kind::bigint, CASE WHEN pg_catalog.length(s.value) <= %(bytes)s::bigint THEN s.value END,
     s.fingerprint, s.at, s.seq
-FROM unnest(%(ids)s::uuid[]) WITH ORDINALITY AS given (id, number)
+FROM pg_catalog.unnest(%(ids)s::uuid[]) WITH ORDINALITY AS given (id, number)
 CROSS JOIN LATERAL (SELECT * FROM onefold.step WHERE step.message_id = given.id OFFSET 0) s
 ORDER BY given.number, s.seq LIMIT %(lines)s::bigint
 

@@ -6,8 +6,9 @@ Handlers' transactions come from a pool.  Every statement of the hot path is one
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import psycopg
 
 from onefold.clock import Clock, system_random
 from onefold.envelope import Envelope
-from onefold.errors import StoreError
+from onefold.errors import ConfigurationError, StoreError, TransactionEndedError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.step import Step
 from onefold.store import (
@@ -41,8 +42,8 @@ from onefold.stores.home import Home
 from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
-from onefold.stores.postgres.faults import BlockedError
-from onefold.stores.postgres.handling import HandlerWire
+from onefold.stores.postgres.faults import BlockedError, RefusedError, has_ended, is_gone
+from onefold.stores.postgres.handling import ENDED, HandlerWire, refuse_endings
 from onefold.stores.postgres.leasing import Wanted
 from onefold.stores.postgres.link import Link
 from onefold.stores.postgres.pool import Pool
@@ -71,6 +72,9 @@ _JOURNALS_MAX = 100
 #: Enough that no two calls of claim that are remembered are known by the same number.
 _CALL_BITS = 62
 
+#: An answer that is under way when the store closes is waited for this long.
+_CLOSE_SECONDS = 5.0
+
 _chance = system_random()
 
 
@@ -94,6 +98,8 @@ class PostgresStore:
         patience: float = 10.0,
         trace: Trace | None = None,
     ) -> None:
+        self._url = url
+        self._pooler = pooler
         self._clock = clock
         self._pool_size = pool_size
         self._patience = patience
@@ -107,6 +113,11 @@ class PostgresStore:
         self.capabilities = Capabilities(
             transactional=True, shared=True, notifies=self._listening is not None, durability="process crash"
         )
+
+    @property
+    def clock(self) -> Clock | None:
+        """The clock that says what is due, if it is not the server's; an app on this store goes by the same."""
+        return self._clock
 
     async def open(self) -> None:
         if self._opened:
@@ -129,7 +140,8 @@ class PostgresStore:
         self._home = Home()
         self._opened = True
         try:
-            durable = await self._links["claim"].run(self._check)
+            with _admitted():
+                durable = await self._links["claim"].run(self._check)
             self.capabilities = replace(self.capabilities, durability="power loss" if durable else "process crash")
         except BaseException:
             await self.close()
@@ -144,12 +156,22 @@ class PostgresStore:
         if not self._opened or self._home.abroad:
             return
         self._opened = False
-        for coalescer in (self._puts, self._contests, self._settles, self._records, self._journals):
-            await coalescer.close()
+        # What waits for its server longer than this, as for a standby that is away, is given up with a typed error.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                for coalescer in (self._puts, self._contests, self._settles, self._records, self._journals):
+                    await coalescer.close()
+                for link in self._links.values():
+                    await link.quiet()
         await self._bell.close()
         await self._pool.close()
         for link in self._links.values():
             await link.close()
+
+    def twin(self) -> PostgresStore | None:
+        if self._clock is not None:
+            return None
+        return PostgresStore(self._url, pool_size=1, pooler=self._pooler, patience=self._patience)
 
     async def migrate(self) -> list[str]:
         link = Link(self._connector, "migrate", patience=self._patience)
@@ -160,7 +182,8 @@ class PostgresStore:
             await schema.migrate(wire, now, done)
 
         try:
-            await link.run(migrate)
+            with _admitted():
+                await link.run(migrate)
         finally:
             await link.close()
         return done
@@ -323,7 +346,9 @@ class PostgresStore:
     # transactions
 
     @asynccontextmanager
-    async def transaction(self, connection: Any = None) -> AsyncIterator[PostgresTransaction]:
+    async def transaction(
+        self, connection: Any = None, *, seconds: float | None = None
+    ) -> AsyncIterator[PostgresTransaction]:
         if connection is not None:
             joined = JoinedWire(refuse_foreign(connection))
             transaction = PostgresTransaction(self._session(joined), joined)
@@ -338,16 +363,28 @@ class PostgresStore:
             own = OwnTransaction(self._session(wire), wire, self._was_committed)
             try:
                 yield own
-            except BaseException:
+            except BaseException as error:
                 if not own.over:
-                    await own.roll_back()
+                    await self._undo(own, error)
                 raise
             if not own.over:
                 await own.commit()
         finally:
-            await self._pool.give_back(wire)
+            self._pool.give_back(wire)
         self._bell.ring(own.queues, back=own.came_back)
         self._bell.ring_here(opened_queues(own.settled))
+
+    async def _undo(self, own: OwnTransaction, error: BaseException) -> None:
+        """Roll back; raises when the failure means more than the caller's code could know."""
+        connection = own.session.wire.connection
+        lost = isinstance(error, psycopg.Error) and is_gone(error, connection)
+        try:
+            await own.roll_back()
+        except TransactionEndedError as ended:
+            raise ended from error
+        if lost:
+            assert isinstance(error, psycopg.Error)
+            refuse_lost(error, connection)
 
     async def _was_committed(self, transaction: OwnTransaction) -> bool:
         return await resolve.was_committed(self._use("settle"), self._session, transaction)
@@ -363,14 +400,19 @@ class PostgresStore:
     async def fetch(self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Refuse to write: what is written outside a transaction is not part of any promise."""
         self._use("spare")
+        refuse_endings(statement)
         wire = await self._pool.begin(BEGIN_READING)
         try:
-            return await wire.execute(statement, parameters)
+            rows = await wire.execute(statement, parameters)
+            await wire.commit()
         except psycopg.Error as error:
+            if has_ended(error):
+                raise TransactionEndedError(ENDED) from error
             refuse_lost(error, wire.connection)
             raise
         finally:
-            await self._pool.give_back(wire)
+            self._pool.give_back(wire)
+        return rows
 
     async def find(self, query: Query) -> list[Record]:
         self._use("spare")
@@ -391,3 +433,14 @@ class PostgresStore:
     async def count(self) -> dict[str, Counts]:
         self._use("spare")
         return await self._pool.run(lambda wire, _: self._session(wire).count())
+
+
+@contextmanager
+def _admitted() -> Iterator[None]:
+    """While a store is opened, a server that does not let it in is a mistake in the URL; later it may be one's own."""
+    try:
+        yield
+    except RefusedError as error:
+        raise ConfigurationError(
+            f"{error}; name a database and a role that exist in the URL, and its password"
+        ) from error

@@ -12,16 +12,22 @@ from psycopg import AsyncConnection
 from onefold import limits
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.envelope import Envelope
-from onefold.errors import CommitUnknownError, LeaseLostError, StoreError, StoreUnavailableError
+from onefold.errors import (
+    CommitUnknownError,
+    LeaseLostError,
+    StoreError,
+    StoreUnavailableError,
+    TransactionEndedError,
+)
 from onefold.step import Step
 from onefold.store import KEEP, Act, Again, Done, Fenced, HandBack, Lease, Outcome, Purged, PutOptions, State, Stored
 from onefold.stores.postgres.claiming import NEAR_SECONDS
 from onefold.stores.postgres.connection import refuse_lost
-from onefold.stores.postgres.faults import is_lost, is_stale, translated
-from onefold.stores.postgres.handling import HandlerWire
+from onefold.stores.postgres.faults import has_ended, is_adrift, is_lost, is_stale, translated
+from onefold.stores.postgres.handling import ENDED, HandlerWire, refuse_endings
 from onefold.stores.postgres.session import Session
 from onefold.stores.postgres.settlements import Settlement, brings_more, sends_of
-from onefold.stores.postgres.wire import JoinedWire, Named
+from onefold.stores.postgres.wire import FAILED_BEFORE, JoinedWire, Named
 from onefold.stores.steps import or_lost
 
 #: Messages put this long before their commit may lie before the place where claims begin to look.
@@ -67,9 +73,12 @@ class PostgresTransaction:
         self, statement: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
     ) -> list[tuple[Any, ...]]:
         self._refuse_late()
+        refuse_endings(statement)
         try:
             return await self._wire.execute(statement, parameters)
         except psycopg.Error as error:
+            # Ended meanwhile, as by its limit, which cancelled the statement.
+            self._refuse_late()
             refuse_lost(error, self._wire.connection)
             raise
 
@@ -141,13 +150,10 @@ class OwnTransaction(PostgresTransaction):
         super().__init__(session, wire)
         self._handler = wire
         self._was_committed = was_committed
-        #: Whether the caller has the driver's connection in its hands, where no statement can be refused any more.
-        self._lent = False
 
     @property
     def connection(self) -> AsyncConnection[Any]:
         self._refuse_late()
-        self._lent = True
         return self._handler.share()
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
@@ -176,6 +182,10 @@ class OwnTransaction(PostgresTransaction):
             await self.roll_back()
             if is_stale(error):
                 raise _lost(self.settled[-1][0]) from None
+            if has_ended(error):
+                raise TransactionEndedError(ENDED) from error
+            if is_adrift(error):
+                raise StoreError(FAILED_BEFORE) from error
             if not lost:
                 raise translated(error) from error
             if not await self._resolved():
@@ -193,11 +203,12 @@ class OwnTransaction(PostgresTransaction):
             ) from error
 
     async def roll_back(self) -> None:
-        """Undo everything; whoever still holds the connection, such as a handler past its limit, holds a closed one."""
+        """Undo everything; a caller that still holds the connection, such as a handler past its limit, loses it.
+
+        Raises ``TransactionEndedError`` when the caller had ended the transaction itself.
+        """
         self.over = True
         await self._handler.rollback()
-        if self._lent:
-            await self._handler.close()
 
 
 #: Finds out what became of a transaction whose COMMIT was not answered.

@@ -4,6 +4,10 @@ A NOTIFY inside the sender's transaction would make all commits of the server ta
 right behind a put, on the same connection and without waiting, or else on another one; and not more often than once in
 a few milliseconds.
 All of it is a hint: a lost one costs at most one polling interval.
+
+Any role that may connect to the database may also notify, with any text and as often as it likes.  So only the names of
+queues that were waited for here are kept, they wake no more often than once in a few milliseconds, and the event loop
+has its turn between many of them.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import psycopg
 
-from onefold.clock import MICROSECONDS, SystemClock
+from onefold.clock import MICROSECONDS, SystemClock, give_way
 from onefold.errors import OnefoldError
 from onefold.inside import outside
 from onefold.stores.postgres.arrays import texts
@@ -28,6 +32,10 @@ _NOTIFY_SECONDS = 0.005
 _TAKE_ALONG_SECONDS = 0.005
 #: Before the name of a queue in which something came back; no name begins with it.
 _BACK = "<"
+#: Notifications that are read before the event loop has its turn: a flood of them must not keep it from the rest.
+_READ_TOGETHER = 100
+#: Queues that rang here and were not waited for since; beyond so many, only those that ever were are kept.
+_RUNG_MAX = 1_000
 #: When the store closes, the last notification may take this long.
 _CLOSE_SECONDS = 1.0
 #: While nobody can be reached the listener keeps trying, for as long as the store is open.
@@ -48,6 +56,12 @@ class Bell:
         #: Called when something came back that was due long ago, which a claim does not see at first glance.
         self._look_back = look_back
         self._rung: set[str] = set()
+        #: The queues that were ever waited for here, which are those of this process's workers.
+        self._known: set[str] = set()
+        #: What was heard since others were last let in, and whether something of it came back.
+        self._heard: set[str] = set()
+        self._heard_back = False
+        self._pause: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], frozenset[str]] = {}
         self._to_notify: set[str] = set()
         self._not_before = 0
@@ -59,6 +73,7 @@ class Bell:
         if self._listening is not None and self._listener is None:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._listening), context=outside())
         wanted = frozenset(queues)
+        self._known |= wanted
         if not wanted & self._rung:
             rung: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[rung] = wanted
@@ -99,7 +114,7 @@ class Bell:
 
     def ring_here(self, names: set[str]) -> None:
         """Wake those who wait in this process."""
-        self._rung |= names
+        self._rung |= names if len(self._rung) < _RUNG_MAX else names & self._known
         for future, wanted in self._waiting.items():
             if not future.done() and wanted & names:
                 future.set_result(None)
@@ -126,17 +141,36 @@ class Bell:
                     backoff = Backoff(_FOR_EVER)
                     # What was rung before anybody listened is not known: let everybody look.
                     self.ring_here({name for wanted in self._waiting.values() for name in wanted})
+                    number = 0
                     async for heard in wire.connection.notifies():
                         # Our own rings were heard here before they were sent.
                         if heard.pid not in (self._notifying.backend_pid, self._putting.backend_pid):
                             self._hear(heard.payload)
+                        number += 1
+                        if number % _READ_TOGETHER == 0:
+                            await give_way()
             except psycopg.Error:
                 await backoff.pause()
 
     def _hear(self, payload: str) -> None:
-        if payload.startswith(_BACK):
+        """Ring what others say came to one of our queues, the first time at once."""
+        name = payload.removeprefix(_BACK)
+        if name not in self._known:
+            return
+        self._heard.add(name)
+        self._heard_back |= payload.startswith(_BACK)
+        if self._pause is None:
+            self._ring_heard()
+
+    def _ring_heard(self) -> None:
+        self._pause = None
+        if not self._heard:
+            return
+        if self._heard_back:
             self._look_back()
-        self.ring_here({payload.removeprefix(_BACK)})
+        self.ring_here(self._heard)
+        self._heard, self._heard_back = set(), False
+        self._pause = asyncio.get_running_loop().call_later(_NOTIFY_SECONDS, self._ring_heard)
 
     async def close(self) -> None:
         """Stop listening, and send what is still to be sent."""
@@ -144,6 +178,9 @@ class Bell:
             self._listener.cancel()
             await asyncio.wait([self._listener])
             self._listener = None
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         if self._notifier is not None:
             notifier = self._notifier
             await asyncio.wait([notifier], timeout=_CLOSE_SECONDS)

@@ -26,6 +26,8 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 #: A statement of ours by its name, with its parameters.
 Named = tuple[str, Mapping[str, Any]]
 
+FAILED_BEFORE = "a statement in this transaction had failed, so nothing of it was committed"
+
 #: A server that is gone cannot be told to forget a transaction: after this long the connection is closed instead.
 _ROLLBACK_SECONDS = 5.0
 
@@ -50,6 +52,7 @@ class Wire:
 
     An ``exclusive`` one is used for nothing but our own statements, by one caller at a time.
     ``prepared`` names those of our statements that are prepared.
+    ``local`` sets what each transaction needs, where sessions cannot keep it: behind a transaction pooler.
     Nobody waits longer for an answer than ``answer_seconds``: then the connection counts as lost.
     """
 
@@ -61,8 +64,12 @@ class Wire:
         prepared: Container[str],
         exclusive: bool,
         answer_seconds: float,
+        local: Query | None = None,
     ) -> None:
         self._trace = trace
+        self._local = local
+        #: Whether a transaction was begun that is still to be ended.
+        self._block = False
         self._prepared = prepared
         self._exclusive = exclusive
         self._answer_seconds = answer_seconds
@@ -100,13 +107,15 @@ class Wire:
 
     async def _ask(self, queries: Sequence[Query], texts: Sequence[str]) -> list[PGresult]:
         self._say("before", texts)
-        answer = self._exchange.send(queries)
+        # Outside of a transaction the statements of one request are one, so what is set there lasts as long.
+        local = [] if self._local is None or self._block else [self._local]
+        answer = self._exchange.send([*local, *queries])
         if self._behind is not None:
             behind, self._behind = self._behind, None
             self._exchange.send([behind]).add_done_callback(overlook)
         results = await answer
         self._say("after", texts)
-        return results
+        return results[len(local) :]
 
     def _say(self, moment: Literal["before", "after"], texts: Sequence[str]) -> None:
         if self._trace is not None:
@@ -128,7 +137,8 @@ class Wire:
         queries = [self._last_query(*one) for one in last]
         results = await self._ask([*queries, _COMMIT], [*(SQL[name] for name, _ in last), COMMIT])
         if results[-1].command_status != _COMMIT.text:
-            raise StoreError("a statement in this transaction had failed, so nothing of it was committed")
+            raise StoreError(FAILED_BEFORE)
+        self._block = False
 
     async def rollback(self) -> None:
         """Leave no transaction open, if need be by closing the connection; never raises for a lost one."""
@@ -136,14 +146,16 @@ class Wire:
             async with asyncio.timeout(_ROLLBACK_SECONDS):
                 if not self._idle:
                     await self._ask([_ROLLBACK], [ROLLBACK])
+                self._block = False
         except (psycopg.Error, TimeoutError):
             await self.close()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[None]:
         """Commit when the block ends, roll back when it raises, also while it only begins."""
+        self._block = True
         try:
-            await self._ask([_BEGIN], [BEGIN])
+            await self._ask([_BEGIN] if self._local is None else [_BEGIN, self._local], [BEGIN])
             yield
         except BaseException:
             await self.rollback()
@@ -188,7 +200,7 @@ class JoinedWire:
 
 def overlook(answer: asyncio.Future[Answer]) -> None:
     """Take notice of an answer that nobody waits for, so that its failure is not reported as forgotten."""
-    if not answer.cancelled():
+    if answer.done() and not answer.cancelled():
         answer.exception()
 
 

@@ -7,13 +7,15 @@
 -- for each of the two tables in which a mistake would do harm, and the one that every message meets is short.
 
 -- Not now(), which stands still for the length of a transaction.
+-- Its body is not kept as text: what its names mean is settled here, whatever the search path of the caller.
 CREATE FUNCTION onefold.clock() RETURNS bigint
 LANGUAGE sql VOLATILE PARALLEL SAFE
-AS 'SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint';
+RETURN (extract(epoch FROM pg_catalog.clock_timestamp()) * 1000000::numeric)::bigint;
 
 -- Ends a transaction whose lease was taken over, before the COMMIT that is already on its way.
 CREATE FUNCTION onefold.refuse_stale() RETURNS boolean
 LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
+SET search_path = pg_catalog, pg_temp
 AS 'BEGIN RAISE EXCEPTION ''the lease was taken over'' USING ERRCODE = ''OF001''; END';
 
 CREATE TABLE onefold.message (
@@ -59,7 +61,7 @@ CREATE TABLE onefold.delivery (
     message_type text COLLATE "C" NOT NULL,
     worker text,
     -- In state 0 it has neither a lease nor a worker, in state 1 both and no target; other states do not add up.
-    CHECK (num_nonnulls(lease_until, worker) - state * num_nonnulls(wake_target) = 2 * state)
+    CHECK (pg_catalog.num_nonnulls(lease_until, worker) - state * pg_catalog.num_nonnulls(wake_target) = 2 * state)
 ) WITH (
     -- Every message leaves two dead rows here, so the table is cleaned after a number of them, however large it is,
     -- and without pauses: a claim walks past what has not been cleaned yet.
@@ -78,6 +80,9 @@ CREATE INDEX delivery_priority ON onefold.delivery (queue, priority, due_at)
     WHERE state = 0 AND gate IS NULL AND priority > 0;
 -- Who waits at gates without an order; the gates themselves are found by leaping from one to the next.
 CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, due_at)
+    WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
+-- Which gates have messages that are due, where most have none.
+CREATE INDEX delivery_crowd_due ON onefold.delivery (queue, due_at) INCLUDE (gate, priority)
     WHERE state = 0 AND gate IS NOT NULL AND place IS NULL;
 -- Lines, each beginning with its head, whatever state that is in.
 CREATE INDEX delivery_line ON onefold.delivery (gate, place) WHERE place IS NOT NULL;
@@ -111,7 +116,7 @@ CREATE TABLE onefold.outcome (
     fence bigint NOT NULL,
     ended_at bigint NOT NULL,
     kept_until bigint NOT NULL,
-    purge_at bigint NOT NULL,
+    body_until bigint NOT NULL,
     attempt integer NOT NULL,
     crashes integer NOT NULL,
     replay_count integer NOT NULL,
@@ -127,9 +132,16 @@ CREATE TABLE onefold.outcome (
         ELSE false END)
 );
 
--- The next time that anything of an ended message is to be removed: first its body, then all of it.
-CREATE INDEX outcome_purge ON onefold.outcome (purge_at);
+-- What is removed of an ended message, and in which order: first its body, then all of it.
+CREATE INDEX outcome_body ON onefold.outcome (body_until);
+CREATE INDEX outcome_kept ON onefold.outcome (kept_until);
 CREATE INDEX outcome_dead ON onefold.outcome (id) INCLUDE (queue, ended_at) WHERE state = 4;
+
+-- One row.  Bodies that were to be kept until `bodies` or less are gone: to say so once for all of them is cheaper than
+-- to write it into every outcome.  The one that purges holds it.
+CREATE TABLE onefold.purge (bodies bigint NOT NULL);
+
+INSERT INTO onefold.purge (bodies) VALUES (0);
 
 CREATE TABLE onefold.key (
     scope text COLLATE "C" NOT NULL,
@@ -219,7 +231,8 @@ SELECT
     coalesce(d.attempt, o.attempt) AS attempt,
     coalesce(d.crashes, o.crashes) AS crashes,
     coalesce(d.replay_count, o.replay_count) AS replay_count,
-    m.created_at, d.due_at, o.ended_at, o.kept_until, d.worker,
+    m.created_at, d.due_at, o.ended_at, o.kept_until,
+    CASE WHEN o.state = 4 AND m.payload IS NOT NULL THEN o.body_until END AS redrive_until, d.worker,
     o.result, o.failure
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
@@ -230,19 +243,19 @@ CREATE VIEW onefold.saga_step AS
 SELECT
     b.message_id AS id, b.name, b.at AS started_at,
     (
-        SELECT max(r.at) FROM onefold.step r
+        SELECT pg_catalog.max(r.at) FROM onefold.step r
         WHERE r.message_id = b.message_id AND (
             (r.kind = 0 AND r.name = b.name)
-            OR (r.kind = 10 AND (r.name = b.name OR substr(r.name, 1, length(b.name) + 1) = b.name || '@')
-                AND (convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
+            OR (r.kind = 10 AND (r.name = b.name OR pg_catalog.substr(r.name, 1, pg_catalog.length(b.name) + 1) = b.name || '@')
+                AND (pg_catalog.convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
     ) AS completed_at,
-    convert_from(b.value, 'UTF8')::json ->> 'undo' AS undo,
+    pg_catalog.convert_from(b.value, 'UTF8')::json ->> 'undo' AS undo,
     (
-        SELECT max(r.at) FROM onefold.step r
+        SELECT pg_catalog.max(r.at) FROM onefold.step r
         WHERE r.message_id = b.message_id AND (
             (r.kind = 0 AND r.name = 'undo:' || b.name)
-            OR (r.kind = 10 AND (r.name = 'undo:' || b.name OR substr(r.name, 1, length('undo:' || b.name) + 1) = 'undo:' || b.name || '@')
-                AND (convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
+            OR (r.kind = 10 AND (r.name = 'undo:' || b.name OR pg_catalog.substr(r.name, 1, pg_catalog.length('undo:' || b.name) + 1) = 'undo:' || b.name || '@')
+                AND (pg_catalog.convert_from(r.value, 'UTF8')::json ->> 'state')::int = 3))
     ) AS undone_at
 FROM onefold.step b
 WHERE b.kind = 12;
@@ -253,12 +266,12 @@ SELECT
     o.ended_at,
     CASE
         WHEN o.state = 3 THEN 'completed'
-        WHEN convert_from(o.failure, 'UTF8')::json ->> 'reason' = 'compensated' THEN 'compensated'
+        WHEN pg_catalog.convert_from(o.failure, 'UTF8')::json ->> 'reason' = 'compensated' THEN 'compensated'
         WHEN o.state IS NOT NULL THEN 'failed'
         WHEN EXISTS (
             SELECT 1 FROM onefold.step s JOIN onefold.saga_step b ON b.id = s.message_id
             WHERE s.message_id = m.id AND s.kind = 14 AND b.undone_at IS NULL
-                AND substr(s.name, 1, length(b.name) + 6) = 'undo:' || b.name || '!'
+                AND pg_catalog.substr(s.name, 1, pg_catalog.length(b.name) + 6) = 'undo:' || b.name || '!'
         ) THEN 'stuck'
         WHEN EXISTS (
             SELECT 1 FROM onefold.step s
@@ -272,4 +285,4 @@ SELECT
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
-WHERE (convert_from(m.headers, 'UTF8')::json ->> 'saga')::boolean;
+WHERE (pg_catalog.convert_from(m.headers, 'UTF8')::json ->> 'saga')::boolean;

@@ -1,0 +1,13 @@
+"""Fixtures of the fault tests."""
+
+from __future__ import annotations
+
+import pytest
+from fault_scene import Loop
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> Loop:
+    """Each event loop in turn: they differ in how they tell of a connection that ends."""
+    kind: Loop = request.param
+    return kind
