@@ -20,13 +20,13 @@ from msgspec import structs
 from onefold import limits
 from onefold.batch import Batch
 from onefold.clock import Clock
-from onefold.envelope import Envelope
+from onefold.envelope import Envelope, derived_key, is_reserved
 from onefold.errors import (
     ConfigurationError,
     OnefoldError,
     Snooze,
+    StoreError,
     StoreUnavailableError,
-    TransportError,
     TransportUnavailableError,
 )
 from onefold.reception import Reception
@@ -50,15 +50,23 @@ class Intake:
     async def run(self) -> None:
         """Take in what comes until cancelled; a broker or store that is away is waited for.
 
-        A server that must not be used raises ``ConfigurationError``, and ends the worker.
+        A transport that is configured wrongly raises ``ConfigurationError``, and ends the worker.
+        Nothing else does: whatever a broker answers, the worker has other work.
         """
         while True:
+            taking = asyncio.ensure_future(self.take())
             try:
-                await self.take()
+                await asyncio.shield(taking)
                 self._outage.end()
+            except asyncio.CancelledError:
+                # In a task of its own, because a driver may swallow a cancellation that comes as its answer does
+                # (asyncio.wait_for does before Python 3.12), and then this would go on for ever.
+                taking.cancel()
+                await asyncio.wait([taking])
+                raise
             except ConfigurationError:
                 raise
-            except OnefoldError as error:
+            except Exception as error:
                 self._log_trouble(error)
                 await self._clock.sleep(self._outage.pause())
 
@@ -69,7 +77,7 @@ class Intake:
                 pass
         except ConfigurationError:
             raise
-        except OnefoldError as error:
+        except Exception as error:
             self._log_trouble(error)
 
     async def take(self) -> int:
@@ -143,9 +151,10 @@ class Intake:
                     envelope.idempotency_key,
                 )
 
-    def _log_trouble(self, error: OnefoldError) -> None:
-        word = "transport_failed" if isinstance(error, TransportError) else "store_failed"
-        logger.warning("%s doing=receive source=%s error=%s", word, self._inlet.source, error)
+    def _log_trouble(self, error: Exception) -> None:
+        word = "store_failed" if isinstance(error, StoreError) else "transport_failed"
+        if self._outage.is_news(f"{type(error).__name__} {error}"):
+            logger.warning("%s doing=receive source=%s error=%s", word, self._inlet.source, error)
 
 
 class Relay:
@@ -177,7 +186,8 @@ class Relay:
             await self._transport.publish([self._outgoing(copy, events) for copy in copies])
         except (TransportUnavailableError, ConfigurationError) as error:
             # It is no message's fault, so none of them uses up an attempt.
-            logger.warning("transport_failed doing=publish stream=%s error=%s", self._stream, error)
+            if self._outage.is_news(str(error)):
+                logger.warning("transport_failed doing=publish stream=%s error=%s", self._stream, error)
             raise Snooze(after=self._outage.pause(), reason=str(error)) from None
         self._outage.end()
         for item in batch:
@@ -196,8 +206,8 @@ class Relay:
             id=id_,
             message_type=self._event,
             queue=self._stream,
-            # One that was published without a key is known by its id, which stays the same however often it is sent.
-            idempotency_key=event.idempotency_key if event.keyed else id_,
+            # One that has no key of its publisher's is known by its id, which stays the same however often it is sent.
+            idempotency_key=id_ if is_reserved(event.idempotency_key) else event.idempotency_key,
             # Of an event that is done only the copy may have a body.
             payload_inline=copy.payload_inline,
             payload_ref=copy.payload_ref,
@@ -207,4 +217,4 @@ class Relay:
 
 def _event_id(copy: Envelope) -> str:
     """Return the id of the event; a message that was sent to the relay by hand is an event of its own."""
-    return copy.causation_id if copy.causation_id == copy.idempotency_key else copy.id
+    return copy.causation_id if copy.idempotency_key == derived_key("event", copy.causation_id) else copy.id

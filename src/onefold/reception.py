@@ -11,14 +11,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.codec import fingerprint_of
 from onefold.context import Context
-from onefold.envelope import Envelope, check, from_json, to_json
-from onefold.errors import EnvelopeError, LimitError, OnefoldError, Snooze
+from onefold.envelope import Envelope, check, derived_key, from_json, refuse_reserved, to_json
+from onefold.errors import EnvelopeError, KeyMismatchError, LimitError, OnefoldError, Snooze
 from onefold.isolation import DecidedError
-from onefold.options import RESERVED, reserved
 from onefold.recurring import Complete
 from onefold.registry import Inlet, Registry
 from onefold.retry import failure_of
@@ -39,6 +40,10 @@ class UnknownTypeError(EnvelopeError):
     """An entry of a type that this app does not take; a newer worker may."""
 
 
+class NewerVersionError(UnknownTypeError):
+    """An entry of a version that this app does not know yet, so that it cannot tell its key."""
+
+
 class Reception:
     """Turns deliveries into messages of one app."""
 
@@ -51,6 +56,8 @@ class Reception:
 
     def admit_or_refuse(self, inlet: Inlet, delivery: Delivery) -> Envelope:
         """Return the message that a delivery is, or the letter about it."""
+        if delivery.whole_size is not None:
+            return self.refuse(inlet, delivery, LimitError.__name__)
         try:
             return self.admit(inlet, delivery.content)
         except Exception as error:
@@ -65,7 +72,7 @@ class Reception:
         wanted = inlet.types is None or name in inlet.types
         if task is None or not wanted or name.startswith(OWN):
             raise UnknownTypeError("message_type", f"{name!r} is not taken from {inlet.source!r}")
-        return self._complete(_message_of(sent, task, self._fresh_id()))
+        return self._complete(_message_of(sent, self._registry.handler(sent), self._fresh_id()))
 
     # refusing
 
@@ -73,12 +80,14 @@ class Reception:
         """Return the letter about a delivery; the same one however often it is delivered."""
         content = delivery.content
         body = content if isinstance(content, bytes) else to_json(content)
+        size = delivery.whole_size or len(body)
         entry = str(delivery.handle)[: limits.ID_BYTES_MAX]
         digest = fingerprint_of(f"{entry}\0".encode() + body).hex()
-        letter = self._registry.tasks[REFUSED].options(key=f"{inlet.source}/{digest}", subject=inlet.source)
-        call = letter.call(inlet.source, entry, body[: limits.REFUSED_BYTES_MAX], len(body))
+        letter = self._registry.tasks[REFUSED].options(subject=inlet.source)
+        call = letter.call(inlet.source, entry, body[: limits.REFUSED_BYTES_MAX], size)
+        key = derived_key("refused", f"{inlet.source}/{digest}")
         # As it is: an on_send that refuses it would have it delivered for ever.
-        envelope = call.envelope(self._fresh_id())
+        envelope = structs.replace(call, key=key).envelope(self._fresh_id())
         logger.warning("refused source=%s entry=%s error=%s message_id=%s", inlet.source, entry, why, envelope.id)
         return envelope
 
@@ -93,9 +102,12 @@ class Reception:
             ctx.buffer.take([self.admit(inlet, body)], ())
         except UnknownTypeError as error:
             waited = ctx.leases[0].claimed_at - ctx.message.created_at
-            if waited < limits.UNKNOWN_TYPE_SECONDS * MICROSECONDS:
+            # A newer version is waited for until the letter expires, as it is where messages are stored.
+            if isinstance(error, NewerVersionError) or waited < limits.UNKNOWN_TYPE_SECONDS * MICROSECONDS:
                 raise Snooze(after=limits.UNKNOWN_TYPE_LOOK_SECONDS, reason=str(error)) from None
             raise _dead(error, "unknown type") from None
+        except KeyMismatchError as error:
+            raise _dead(error, "key mismatch") from None
         except EnvelopeError as error:
             raise _dead(error, "malformed") from None
 
@@ -118,12 +130,10 @@ def _dead(error: OnefoldError, reason: str) -> DecidedError:
 def _message_of(sent: Envelope, task: Task[Any, Any], id_: str) -> Envelope:
     """Return the message that brings a foreign envelope to a task of this app.
 
-    It has an id of its own, because ids of others may be anything, and the sender's key; one that was sent without a
-    key is known by the sender's id.  Where it waits and for how long is this app's to say.
+    It has an id of its own, because ids of others may be anything.  Where it waits and for how long is this app's to
+    say, and so is the key of a task that makes one from its arguments; other messages have the sender's key.
     """
-    key = sent.idempotency_key if sent.keyed else sent.id
-    if key.startswith(RESERVED):
-        raise EnvelopeError("idempotency_key", reserved(key))
+    key, fingerprint = _identify(sent, task)
     return check(
         Envelope(
             id=id_,
@@ -136,9 +146,10 @@ def _message_of(sent: Envelope, task: Task[Any, Any], id_: str) -> Envelope:
             subject=sent.subject,
             payload_inline=sent.payload_inline,
             payload_ref=sent.payload_ref,
-            fingerprint=_fingerprint(sent, task),
+            fingerprint=fingerprint,
             ordering_key=sent.ordering_key,
-            sequence=None if sent.ordering_key is None else sent.sequence,
+            # A number counts where the task itself has an order; elsewhere the sender's numbers mean nothing.
+            sequence=sent.sequence if task.gate.is_ordered and sent.ordering_key is not None else None,
             priority=0 if sent.ordering_key is not None else task.gate.priority,
             trace=sent.trace,
             tags=sent.tags,
@@ -150,13 +161,37 @@ def _message_of(sent: Envelope, task: Task[Any, Any], id_: str) -> Envelope:
     )
 
 
-def _fingerprint(sent: Envelope, task: Task[Any, Any]) -> bytes:
-    """Return what a send of the same arguments from this app has, so that the two are known to be the same work."""
+def _identify(sent: Envelope, task: Task[Any, Any]) -> tuple[str, bytes]:
+    """Return the key of a foreign message, and what a send of the same arguments from this app has as its fingerprint.
+
+    A sender that may choose the key of a task with ``key=`` could have one order charged twice and keep another from
+    being charged, so the key is made from the arguments here.  What has another key is refused, unless it is of an
+    older version, whose sender could not know how keys are made now.
+    Raises ``EnvelopeError`` where there is a key to be made, and the arguments cannot be read.
+    """
     payload = sent.payload_inline or b""
-    if not isinstance(task, Topic) and task.understands(sent):
+    # A message that was sent without a key has its id in its place.
+    own = sent.idempotency_key if sent.keyed and sent.idempotency_key != sent.id else None
+    key = refuse_reserved("idempotency_key", own or sent.id)
+    fingerprint, made = fingerprint_of(payload), None
+    if task.has_key and not task.understands(sent):
+        raise NewerVersionError(
+            "schema_version", f"is {sent.schema_version}; {task.name} is known up to {task.version}"
+        )
+    if task.understands(sent):
         try:
-            bound = task.signature.bind((), task.signature.decode(payload))
-            return task.signature.encode(bound)[1]
-        except (EnvelopeError, TypeError):
-            pass  # its handler will not run, and the dead letter says what is wrong
-    return fingerprint_of(payload)
+            arguments = task.read(payload)
+            made = task.key_of(arguments)
+            fingerprint = task.fingerprint_of(arguments, payload)
+        except (EnvelopeError, TypeError) as error:
+            # Of a task without a key it is no harm: its handler will not run, and the dead letter says what is wrong.
+            # A topic passes on what it need not be able to read.
+            if task.has_key and not isinstance(task, Topic):
+                raise (
+                    error if isinstance(error, EnvelopeError) else EnvelopeError("payload_inline", str(error))
+                ) from error
+    if made is not None:
+        if own not in (None, made) and sent.schema_version == task.version:
+            raise KeyMismatchError(task.name, key, made)
+        return made, fingerprint
+    return key, fingerprint

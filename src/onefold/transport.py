@@ -52,6 +52,8 @@ class Delivery:
     content: Envelope | bytes
     #: How often it was delivered, this time included; brokers forget it, so it is for people.
     times: int = 1
+    #: How many bytes the entry has, when it has more than an envelope may and ``content`` is only its beginning.
+    whole_size: int | None = None
 
     def __repr__(self) -> str:
         # Without the content: what is printed or logged is no place for it.
@@ -68,7 +70,8 @@ class Transport(Protocol):
         """Connect and look at the server; calling it twice is harmless.
 
         Raises ``ConfigurationError`` for a server that would lose what it accepts, and ``TransportUnavailableError``
-        for one that cannot be asked now; then every other call tries again.
+        for one that cannot be asked now; then every other call tries again.  A server that is found to lose what it
+        accepts later, by any other call, is unavailable until it does not.
         """
         ...
 
@@ -107,6 +110,10 @@ class Transport(Protocol):
         ...
 
 
+#: Different reasons for one outage that are remembered, so that each is logged once.
+_TEXTS_MAX = 20
+
+
 class Outage:
     """For how long a broker has been away, and after which pause to ask it again.
 
@@ -120,6 +127,15 @@ class Outage:
         self._first = first
         self._most = most
         self._began_at: int | None = None
+        self._told: set[str] = set()
+
+    def is_news(self, text: str) -> bool:
+        """Whether this has not been said since the broker was last well; an outage of hours is not logged for hours."""
+        if text in self._told:
+            return False
+        if len(self._told) < _TEXTS_MAX:
+            self._told.add(text)
+        return True
 
     def pause(self) -> float:
         """It is away: return the seconds to wait now."""
@@ -132,6 +148,7 @@ class Outage:
     def end(self) -> None:
         """It has answered."""
         self._began_at = None
+        self._told.clear()
 
 
 def read(body: bytes) -> Envelope | bytes:

@@ -420,25 +420,100 @@ def test_onefold_worker_does_not_start_on_a_server_that_would_forget(tmp_path: P
     assert "set `appendonly yes`" in said
 
 
-def test_a_server_that_comes_back_with_other_settings_is_refused(
-    sqlite_url: str, other_url: str, redis_program: Path
+def test_a_server_that_comes_back_with_other_settings_is_waited_for_until_it_is_durable(
+    sqlite_url: str, other_url: str, redis_program: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fault 6: it was durable when the worker started; it is looked at again when it is connected to again."""
+    """Fault 6: it was durable when the worker started; it is looked at again when it is connected to again.
+
+    Meanwhile nothing is read from it or written to it, the reason is logged once for each side, and both workers go on
+    with what needs no broker.
+    """
     with RedisServer(redis_program) as server:
 
         async def scenario() -> None:
             scene = Scene(sqlite_url, other_url, server.url())
+            done: list[int] = []
+
+            @scene.service.task
+            async def plain(number: int) -> None:
+                done.append(number)
+
             async with scene.open():
                 await scene.publisher.publish([envelope("k")])
-                working = asyncio.create_task(scene.service.work())
+                working = [asyncio.create_task(app.work()) for app in (scene.shop, scene.service)]
                 await scene.more_effects(1)
                 await asyncio.to_thread(server.kill)
                 server.settings["appendonly"] = "no"
                 await asyncio.to_thread(server.restart)
-                with pytest.raises(ConfigurationError, match="appendonly is no"):
-                    await working
+                await scene.placed.publish("later")
+                await until(lambda: _holds(_refusals() >= 2))
+                for number in range(5):
+                    await plain.send(number)
+                await until(lambda: _holds(len(done) == 5))
+                with redis.Redis.from_url(server.url()) as client:
+                    assert client.dbsize() == 0
+                assert not any(one.done() for one in working)
+                await asyncio.to_thread(server.kill)
+                server.settings["appendonly"] = "yes"
+                await asyncio.to_thread(server.restart)
+                await scene.more_effects(1)
+                for app in (scene.shop, scene.service):
+                    app.stop_working()
+                await asyncio.gather(*working)
+
+        def _refusals() -> int:
+            return sum("appendonly is no" in record.getMessage() for record in caplog.records)
 
         run(scenario)
+        assert _refusals() == 2
+
+
+async def _holds(true: bool) -> bool:
+    return true
+
+
+def test_a_worker_process_is_replaced_while_the_server_must_not_be_used(tmp_path: Path, redis_program: Path) -> None:
+    """Fault 6: only the first process of a supervisor is refused; later ones do what needs no broker."""
+    with RedisServer(redis_program) as server:
+        (tmp_path / "shop.py").write_text(
+            "import os\n"
+            "from onefold import App\n"
+            "from onefold.transports.redis import RedisTransport\n"
+            "app = App('sqlite:///shop.db')\n"
+            f"app.receive(RedisTransport('{server.url()}', group='shop'), 'orders')\n"
+            "@app.task\n"
+            "async def who() -> int:\n"
+            "    return os.getpid()\n"
+        )
+        sender = App(f"sqlite:///{tmp_path}/shop.db")
+
+        @sender.task
+        async def who() -> int:
+            raise AssertionError
+
+        with subprocess.Popen(
+            [sys.executable, "-m", "onefold", "worker", "shop:app"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            stderr=(tmp_path / "log").open("wb"),
+        ) as supervisor:
+            try:
+
+                async def scenario() -> None:
+                    await sender.migrate()
+                    async with sender:
+                        first = await (await who.send()).result(timeout=30)
+                        await asyncio.to_thread(server.kill)
+                        server.settings["appendonly"] = "no"
+                        await asyncio.to_thread(server.restart)
+                        os.kill(first, signal.SIGKILL)
+                        assert await (await who.send()).result(timeout=30) != first
+
+                run(scenario)
+                assert supervisor.poll() is None
+            finally:
+                supervisor.terminate()
+        assert "appendonly is no" in (tmp_path / "log").read_text()
 
 
 def test_a_server_may_be_allowed_to_forget_and_then_does(sqlite_url: str, other_url: str, redis_program: Path) -> None:

@@ -368,7 +368,7 @@ def test_a_server_that_forbids_the_question_is_refused_until_somebody_vouches(re
     """Fault 6, as on servers that are rented: a user who may do everything but ask for settings."""
     with raw(redis_server.url()) as client:
         client.execute_command("ACL", "SETUSER", "rented", "on", ">open-sesame", "~*", "+@all", "-config")
-    url = redis_server.url().replace("127", "rented:open-sesame@127")
+    url = redis_server.url(user="rented", password="open-sesame")
 
     async def scenario() -> None:
         with pytest.raises(ConfigurationError, match="does not tell its appendonly") as caught:
@@ -419,7 +419,7 @@ def test_passwords_show_nowhere(redis_server: RedisServer, caplog: pytest.LogCap
 
     async def scenario() -> None:
         for url in (
-            redis_server.url().replace("127", f"user:{secret}@127"),
+            redis_server.url(user="user", password=secret),
             f"redis://:{secret}@127.0.0.1:1/0",
             f"redis://:{secret}@127.0.0.1:1/0?socket_timeout={secret}",
             f"http://user:{secret}@127.0.0.1",
@@ -482,6 +482,17 @@ def test_the_server_keeps_its_port_and_its_data_and_leaves_nothing(redis_program
     assert process.poll() is not None
     assert directory is not None
     assert not directory.exists()
+
+
+def test_other_users_of_the_machine_are_kept_out_of_the_server(redis_server: RedisServer) -> None:
+    """Without the password nothing may be asked; and it is not among the server's arguments."""
+    with raw(f"redis://127.0.0.1:{redis_server.port}") as client, pytest.raises(redis.AuthenticationError):
+        client.config_get("dir")
+    process = redis_server._process
+    assert process is not None
+    password = redis_server.url().split(":")[2].partition("@")[0]
+    assert len(password) == 32
+    assert password.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
 
 def test_the_environment_names_the_server_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from redis.backoff import NoBackoff
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import ConfigurationError, TransportError, TransportUnavailableError
+from onefold.errors import ConfigurationError, OnefoldError, TransportError, TransportUnavailableError
 from onefold.transport import Durability, Outage
 from onefold.transports.redis.durability import judge, read_settings
+from onefold.transports.redis.parser import BoundedParser
 
 T = TypeVar("T")
 
@@ -78,6 +79,8 @@ class Link:
         self._session: _Session | None = None
         self._outage = Outage(clock, chance, limits.TRANSPORT_PAUSE_SECONDS, limits.TRANSPORT_PAUSE_SECONDS_MAX)
         self._closed_until = 0
+        #: Whether it was connected to, or tried to be, since it was opened.
+        self._is_begun = False
         self.durability: Durability = "nothing"
         self.server = _server_of(url)
 
@@ -87,26 +90,29 @@ class Link:
 
     async def close(self) -> None:
         """Let go of the connections; the next call makes new ones."""
-        session, self._session = self._session, None
+        session, self._session, self._is_begun = self._session, None, False
         if session is not None:
             await session.leave_to_the_last()
 
-    async def call(self, function: Callable[[Any], Awaitable[T]]) -> T:
-        """Have a function talk to the server.  Only errors of ours leave: ``RefusedError`` with what it said.
+    async def call(self, function: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        """Have a function talk to the server and read its answer.  Raises ``RefusedError`` with what it said.
 
-        Raises ``TransportUnavailableError`` when the server is away: what was asked may have been done.
+        Raises ``TransportUnavailableError`` when the server is away, or when its answer cannot be read, whatever is
+        wrong with it: what was asked may have been done.
         """
         session = await self._connected()
         session.users += 1
         try:
-            answer = await function(session.client)
-        except (exceptions.RedisError, OSError) as error:
+            answer = await function(session.client, *arguments)
+        except OnefoldError:
+            raise
+        except Exception as error:
             failure = self._translate(error)
             if isinstance(failure, TransportUnavailableError) and self._session is session:
                 self._shut()
                 # It is looked at again before it is trusted again: it may have been started with other settings.
                 self._session, session.is_over = None, True
-            raise failure from error
+            raise failure from _cause(error)
         finally:
             session.users -= 1
             if session.is_over:
@@ -143,22 +149,42 @@ class Link:
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
+            parser_class=BoundedParser,
         )
         try:
-            await client.ping()
-            found = await read_settings(client)
-            self.durability = judge(found, said=self._said, allow_volatile=self._allow_volatile, server=self.server)
-            if self.durability == "all but the last seconds":
-                logger.warning("transport_may_lose_seconds server=%s; set `appendfsync always`", self.server)
+            if not await client.ping():
+                raise exceptions.InvalidResponse("to PING")
+            self._judge(await read_settings(client))
         except BaseException as error:
             await _Session(client).leave_to_the_last()
-            if isinstance(error, exceptions.RedisError | OSError):
-                self._shut()
-                raise self._translate(error) from error
-            raise
+            if isinstance(error, OnefoldError) or not isinstance(error, Exception):
+                raise
+            self._shut()
+            raise self._translate(error) from _cause(error)
+        finally:
+            self._is_begun = True
         return _Session(client)
 
+    def _judge(self, found: Mapping[str, str]) -> None:
+        """Look whether the server keeps what it accepts.
+
+        One that does not when it is first connected to was set up wrongly, and the worker that starts is refused.
+        Later it is an outage like any other: nothing is read from it or written to it until it is durable again.
+        """
+        try:
+            self.durability = judge(found, said=self._said, allow_volatile=self._allow_volatile, server=self.server)
+        except ConfigurationError as error:
+            if not self._is_begun:
+                raise
+            self._shut()
+            raise TransportUnavailableError(str(error)) from None
+        if self.durability == "all but the last seconds":
+            logger.warning("transport_may_lose_seconds server=%s; set `appendfsync always`", self.server)
+
     def _translate(self, error: Exception) -> TransportError:
+        if not _is_told(error):
+            kind = type(error).__name__
+            return TransportUnavailableError(f"Redis at {self.server}: its answer cannot be read ({kind})")
         said = str(error).partition(_QUOTED)[0].strip() or type(error).__name__
         text = f"Redis at {self.server}: {said}"
         if isinstance(error, exceptions.ResponseError) and not _is_for_later(error, said):
@@ -172,6 +198,18 @@ class RefusedError(TransportError):
     def __init__(self, text: str, said: str) -> None:
         super().__init__(text)
         self.said = said
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the server or the network has said what is wrong; if not, the answer made no sense.
+
+    Of an answer that makes no sense nothing is repeated: it may quote a part of a message.
+    """
+    return isinstance(error, exceptions.RedisError | OSError) and not isinstance(error, exceptions.InvalidResponse)
+
+
+def _cause(error: Exception) -> Exception | None:
+    return error if _is_told(error) else None
 
 
 def _is_for_later(error: exceptions.ResponseError, said: str) -> bool:

@@ -10,24 +10,30 @@ import logging
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, get_args
-
-import msgspec
 
 from onefold import limits
 from onefold.clock import Clock, SystemClock, system_random
 from onefold.envelope import Envelope, to_json
 from onefold.errors import ConfigurationError, LimitError, TransportError, seconds
-from onefold.transport import Delivery, Durability, TransportCapabilities, read
+from onefold.transport import Delivery, Durability, TransportCapabilities
+from onefold.transports.redis.answers import (
+    FIELD,
+    Entry,
+    deliverable,
+    delivery_of,
+    entries_of,
+    new_entries_of,
+    pending_of,
+)
 from onefold.transports.redis.link import ANSWER_SECONDS, Link, RefusedError
+from onefold.transports.redis.portion import Portion
 
 logger = logging.getLogger("onefold")
 
-#: The field of an entry that holds the envelope, as canonical JSON.
-FIELD = b"envelope"
 #: Entries written in one round trip, and read in one.
 BATCH_MAX = 500
 #: A pull that waits for longer looks like a server that does not answer, and holds up a worker that stops.
@@ -104,9 +110,9 @@ class RedisTransport:
             url, clock=clock or SystemClock(), chance=chance, allow_volatile=allow_volatile, said=durability
         )
         self._consumer = f"{os.getpid()}-{chance.getrandbits(64):016x}"
-        #: Of each source that was pulled, the lease last asked for, and how far the abandoned entries were looked at.
+        #: Of each source that was pulled, the lease last asked for, and how many entries to ask for at once.
         self._leases: dict[str, float] = {}
-        self._cursors: dict[str, str] = {}
+        self._portions: dict[str, Portion] = {}
 
     @property
     def capabilities(self) -> TransportCapabilities:
@@ -130,7 +136,7 @@ class RedisTransport:
             with suppress(TransportError, ConfigurationError):
                 await self._forget_consumers(source, self._consumer)
         self._leases.clear()
-        self._cursors.clear()
+        self._portions.clear()
         await self._link.close()
 
     # out
@@ -166,40 +172,69 @@ class RedisTransport:
         except RefusedError as error:
             if not error.said.startswith("NOGROUP"):
                 raise
-            # Somebody has removed the stream, or the server has forgotten it: it begins anew.
+            # The stream was removed, or the server has forgotten it: it begins anew.
             logger.warning("stream_missing stream=%s group=%s", stream, self._group)
             del self._leases[source]
             return []
+        except TransportError:
+            # Perhaps the answer was too much to be read in time.
+            self._portions.pop(source, None)
+            raise
 
     async def _claim(self, source: str, stream: str, limit: int) -> list[Delivery]:
-        """Take over entries whose consumer has not acknowledged them within the lease."""
-        group, consumer, cursor = self._readers(), self._consumer, self._cursors.get(source, "0-0")
-        idle = round(self._leases[source] * 1000)
+        """Take over entries whose consumer has not acknowledged them within the lease.
 
-        async def claim(client: Any) -> tuple[list[Any], list[Any]]:
-            found = await client.xautoclaim(stream, group, consumer, idle, start_id=cursor, count=limit)
-            self._cursors[source] = found[0].decode()
-            # Entries that were removed from the stream before anybody read them have neither id nor content.
-            entries = [entry for entry in found[1] if entry[1] is not None]
-            if len(entries) < len(found[1]) or any(found[2:]):
+        Their consumer may have died of reading them, so they are read one by one at first.
+        """
+        group, consumer, idle = self._readers(), self._consumer, round(self._leases[source] * 1000)
+
+        async def look(client: Any) -> dict[str, int]:
+            return pending_of(await client.xpending_range(stream, group, "-", "+", limit, idle=idle))
+
+        async def claim(client: Any, ids: list[str]) -> tuple[list[Entry], bool]:
+            entries = entries_of(await client.xclaim(stream, group, consumer, idle, ids))
+            missing = set(ids).difference(entry.id for entry in entries)
+            # One that is still in the stream has been claimed or acknowledged by another consumer meanwhile.
+            return entries, any([not await client.xrange(stream, id_, id_, count=1) for id_ in missing])
+
+        times = await self._link.call(look)
+        ids, portion, found = list(times), Portion(), list[Delivery]()
+        while ids and portion.has_room:
+            asked, ids = ids[: portion.count], ids[portion.count :]
+            entries, removed = await self._link.call(claim, asked)
+            if removed:
                 logger.warning("entries_removed_unread stream=%s group=%s; see max_entries", stream, group)
-            if not entries:
-                return [], []
-            first, last = entries[0][0], entries[-1][0]
-            return entries, await client.xpending_range(stream, group, first, last, len(found[1]), consumer)
-
-        entries, pending = await self._link.call(claim)
-        times = {one["message_id"]: one["times_delivered"] for one in pending}
-        return [_delivery(source, id_, fields, times.get(id_, 1)) for id_, fields in entries]
+            found += await self._delivered(source, entries, portion, times)
+        return found
 
     async def _read(self, source: str, stream: str, limit: int) -> list[Delivery]:
-        group = self._readers()
+        """Read entries that no consumer has, in portions that grow until one is all that was asked for."""
+        group, portion, found = self._readers(), self._portions.setdefault(source, Portion()), list[Delivery]()
 
-        async def read_new(client: Any) -> Any:
-            return await client.xreadgroup(group, self._consumer, {stream: ">"}, count=limit, block=self._wait)
+        async def read_new(client: Any, count: int, wait: int | None) -> list[Entry]:
+            found = await client.xreadgroup(group, self._consumer, {stream: ">"}, count=count, block=wait)
+            return new_entries_of(found)
 
-        found = await self._link.call(read_new)
-        return [_delivery(source, id_, fields, 1) for _, entries in found or () for id_, fields in entries]
+        portion.begin()
+        while len(found) < limit and portion.has_room:
+            count, wait = min(portion.count, limit - len(found)), None if found else self._wait
+            entries = await self._link.call(read_new, count, wait)
+            found += await self._delivered(source, entries, portion, {})
+            if len(entries) < count:
+                break
+        return found
+
+    async def _delivered(
+        self, source: str, entries: Sequence[Entry], portion: Portion, times: Mapping[str, int]
+    ) -> list[Delivery]:
+        portion.learn([entry.size for entry in entries])
+        fit, starved = deliverable(entries)
+        found = [delivery_of(source, entry, times.get(entry.id, 0) + 1) for entry in fit]
+        if starved:
+            with suppress(RefusedError):
+                # Where scripts are forbidden they come again when their lease is over.
+                await self._give_up(source, [entry.id for entry in starved], 0.0)
+        return found
 
     async def ack(self, deliveries: Sequence[Delivery]) -> None:
         """See ``Transport.ack``.  The entries stay in their stream, for other groups and for people."""
@@ -209,9 +244,12 @@ class RedisTransport:
     async def nack(self, deliveries: Sequence[Delivery], *, delay: float) -> None:
         """See ``Transport.nack``.  A delay is at most as long as the lease they were pulled with."""
         for source, handles in _by_source(deliveries):
-            lease = self._leases.get(source, limits.INTAKE_LEASE)
-            idle = round(max(0.0, lease - delay) * 1000)
-            await self._run_script(_GIVE_UP, source, self._consumer, idle, *handles)
+            await self._give_up(source, handles, delay)
+
+    async def _give_up(self, source: str, handles: Sequence[str], delay: float) -> None:
+        lease = self._leases.get(source, limits.INTAKE_LEASE)
+        idle = round(max(0.0, lease - delay) * 1000)
+        await self._run_script(_GIVE_UP, source, self._consumer, idle, *handles)
 
     async def _make_group(self, source: str) -> None:
         """Have the group there, reading the stream from its beginning: what was published before it came counts too."""
@@ -254,18 +292,6 @@ def _bounded(body: bytes) -> bytes:
     if len(body) > limits.ENVELOPE_BYTES_MAX:
         raise LimitError("envelope", f"has {len(body)} bytes; at most {limits.ENVELOPE_BYTES_MAX} are allowed")
     return body
-
-
-def _delivery(source: str, id_: bytes, fields: dict[bytes, bytes], times: int) -> Delivery:
-    body = fields.get(FIELD)
-    if body is None:
-        # Not from onefold: all of it, as JSON, for a reader of the user's own.
-        body = msgspec.json.encode({_text(name): _text(value) for name, value in fields.items()})
-    return Delivery(source, id_.decode(), read(body), times)
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="backslashreplace")
 
 
 def _by_source(deliveries: Iterable[Delivery]) -> list[tuple[str, list[str]]]:
