@@ -9,11 +9,12 @@ DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-quick clean
+.PHONY: help demo test test-deep check bench bench-quick clean
 
 help:
 	@echo "make demo         run the order example"
 	@echo "make test         everything CI runs: format, lint, types, import contracts, tests"
+	@echo "make test-deep    the proofs that take longer: chaos, failovers, generated programs"
 	@echo "make check        the same without the tests"
 	@echo "make bench        measure beside the peers and write docs/benchmarks; make bench-quick for a short look"
 	@echo "make clean        remove the environment, caches and build output"
@@ -23,6 +24,9 @@ demo: $(CORE)
 
 test: $(DEV)
 	@scripts/check
+
+test-deep: $(DEV)
+	@$(BIN)/pytest -m deep -rA --timeout 3600
 
 check: $(DEV)
 	@scripts/check --static

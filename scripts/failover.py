@@ -27,7 +27,7 @@ from rich.table import Table
 
 from onefold import App, Context
 from onefold.errors import StoreUnavailableError
-from onefold.testing.servers import PostgresServer
+from onefold.testing.servers import PostgresServer, PostgresStandby
 
 SENDERS = 8
 WORKERS = 2
@@ -41,26 +41,6 @@ app = App()
 async def book(ctx: Context, number: int) -> None:
     """Write one row; a second run that commits would write a second one."""
     await ctx.execute("INSERT INTO ledger (number) VALUES (%s)", number)
-
-
-class Standby(PostgresServer):
-    """A copy of another server that follows it."""
-
-    def __init__(self, primary: PostgresServer) -> None:
-        follows = f"host=127.0.0.1 port={primary.port} user=postgres application_name=standby"
-        super().__init__(settings={"primary_conninfo": follows})
-        self._primary = primary
-
-    def _initialise(self) -> None:
-        source = ["-h", "127.0.0.1", "-p", str(self._primary.port), "-U", "postgres"]
-        copied = self._spawn("pg_basebackup", *source, "--write-recovery-conf", "--checkpoint=fast", "--no-sync")
-        if copied.wait() != 0:
-            raise RuntimeError(f"pg_basebackup failed:\n{self._log()}")
-
-    def promote(self) -> None:
-        """Make it a primary; afterwards it takes writes."""
-        with psycopg.connect(self.url(), autocommit=True) as connection:
-            connection.execute("SELECT pg_promote()")
 
 
 class Senders:
@@ -113,7 +93,7 @@ def counts(standby: PostgresServer) -> tuple[int, int]:
     return row[0], row[1]
 
 
-async def run(seconds: float, primary: PostgresServer, standby: Standby, progress: Progress) -> Table:
+async def run(seconds: float, primary: PostgresServer, standby: PostgresStandby, progress: Progress) -> Table:
     senders, task = Senders(), progress.add_task("load before the cut", total=3)
     async with app:
         sending = [asyncio.create_task(senders.run(number)) for number in range(SENDERS)]
@@ -160,11 +140,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long messages are sent")
     seconds = parser.parse_args().seconds
     console = Console()
-    with PostgresServer(settings={"synchronous_standby_names": "standby"}) as primary, Standby(primary) as standby:
+    settings = {"synchronous_standby_names": "standby"}
+    with PostgresServer(settings=settings) as primary, PostgresStandby(primary) as standby:
         primary.create_database("shop")
         with psycopg.connect(primary.url("shop"), autocommit=True) as connection:
             connection.execute("CREATE TABLE ledger (number bigint NOT NULL)")
-        url = f"postgresql://postgres@127.0.0.1:{primary.port},127.0.0.1:{standby.port}/shop"
+        url = primary.url("shop").replace(f":{primary.port}/", f":{primary.port},127.0.0.1:{standby.port}/")
         os.environ["ONEFOLD_URL"] = url = f"{url}?target_session_attrs=read-write"
         asyncio.run(app.migrate())
         with Progress(console=console, transient=True) as progress, workers(url):

@@ -34,7 +34,8 @@ from soak_app import ORDER_EFFECTS, TRIP_EFFECTS, app, order, trip
 from onefold import limits
 from onefold.errors import StoreUnavailableError
 from onefold.receipt import Receipt
-from onefold.testing.servers import PostgresServer
+from onefold.testing.chaos.fleet import processes_with
+from onefold.testing.servers import PostgresServer, children_of
 
 Answer = TypeVar("Answer")
 
@@ -74,14 +75,14 @@ class Fleet:
 
     def kill_process(self) -> None:
         """Kill one worker process."""
-        if children := _children(random.choice(self._running[1:]).pid):
+        if children := children_of(random.choice(self._running[1:]).pid):
             os.kill(random.choice(children), signal.SIGKILL)
 
     def freeze(self) -> list[int]:
         """Stop one supervisor and its processes, as a machine that is suspended would; returns whom to ``thaw``."""
         supervisor = random.choice(self._running[1:])
         supervisor.send_signal(signal.SIGSTOP)
-        frozen = [supervisor.pid, *_children(supervisor.pid)]
+        frozen = [supervisor.pid, *children_of(supervisor.pid)]
         for pid in frozen[1:]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -100,19 +101,12 @@ class Fleet:
     def memory(self) -> dict[str, float]:
         """Return how many MiB the processes take that nobody kills."""
         spared = self._running[0].pid
-        named = {"supervisor": spared} | {f"process {n}": pid for n, pid in enumerate(_children(spared), 1)}
+        named = {"supervisor": spared} | {f"process {n}": pid for n, pid in enumerate(children_of(spared), 1)}
         return {name: _mebibytes(pid) for name, pid in named.items()}
 
     def alive(self) -> set[int]:
         """Return every process that works on this store, also those whose supervisor is gone."""
-        mark, found = f"ONEFOLD_URL={self._url}".encode(), set[int]()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                ours = b"onefold" in words or b"onefold.child" in words
-                if ours and mark in (process / "environ").read_bytes().split(b"\0"):
-                    found.add(int(process.name))
-        return found
+        return processes_with(f"ONEFOLD_URL={self._url}")
 
     def stop(self) -> None:
         """Stop gracefully."""
@@ -124,13 +118,6 @@ class Fleet:
         give_up_at = time.monotonic() + limits.STOP_SECONDS + limits.STOP_MARGIN_SECONDS
         while self.alive() and time.monotonic() < give_up_at:
             time.sleep(0.5)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _mebibytes(pid: int) -> float:

@@ -22,6 +22,8 @@ _database_numbers = itertools.count(1)
 
 #: Properties that tests record and whose totals are printed at the end.
 _COUNTED = ("crash points on ", "simulated worlds")
+#: A property that is printed as it is: what was done at random, with its seed.
+_SHOWN = "chaos"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -30,8 +32,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
-                if name.startswith(_COUNTED) and getattr(report, "when", "") == "call":
+                if getattr(report, "when", "") != "call":
+                    continue
+                if name.startswith(_COUNTED):
                     totals[name] += value
+                elif name == _SHOWN:
+                    terminalreporter.write_line(value)
     for name, number in sorted(totals.items()):
         terminalreporter.write_line(f"{name}: {number:,} tried")
 
@@ -88,6 +94,12 @@ def _give_up(reason: str) -> NoReturn:
 def sqlite_url(tmp_path: Path) -> str:
     """A SQLite database that does not exist yet."""
     return f"sqlite:///{tmp_path}/onefold.db"
+
+
+@pytest.fixture
+def sqlite3_url(sqlite_url: str) -> str:
+    """The same on the interpreter's own SQLite."""
+    return f"{sqlite_url}?driver=sqlite3"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

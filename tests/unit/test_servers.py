@@ -8,15 +8,33 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from onefold.testing import servers
-from onefold.testing.servers import PostgresServer, find_postgres
+from onefold.testing.servers import PostgresServer, children_of, find_postgres
 
 
 def test_a_fresh_database_answers_a_query(postgres_url: str) -> None:
     with psycopg.connect(postgres_url) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
         assert connection.execute("SHOW fsync").fetchone() == ("on",)
+
+
+def test_other_users_of_the_machine_are_kept_out(postgres_server: PostgresServer) -> None:
+    """Neither over the port nor over the socket, as no role; and the password is not among a program's arguments."""
+    directory = postgres_server._path()
+    assert directory.stat().st_mode & 0o077 == 0
+    for where in ("127.0.0.1", str(directory)):
+        for password in (None, "", "postgres"):
+            with pytest.raises(psycopg.OperationalError, match=r"password"):
+                psycopg.connect(host=where, port=postgres_server.port, user="postgres", password=password)
+    password = conninfo_to_dict(postgres_server.url())["password"]
+    assert isinstance(password, str)
+    assert len(password) == 32
+    processes = [postgres_server.pid, *children_of(postgres_server.pid)]
+    arguments = b" ".join(Path(f"/proc/{one}/cmdline").read_bytes() for one in processes)
+    assert password.encode() not in arguments
+    assert not [file for file in directory.iterdir() if file.is_file() and password in file.read_text()]
 
 
 def test_a_committed_row_survives_kill_and_restart(postgres_server: PostgresServer, postgres_url: str) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onefold import App, Context, RetryPolicy, Snooze, State
+from onefold import App, Context, RetryPolicy, Run, Snooze, State, never
 from onefold.clock import MICROSECONDS
 from onefold.errors import ConfigurationError
 from onefold.options import TaskSettings
 from onefold.store import Query
+from onefold.stores import open_store
 from onefold.stores.sqlite import SQLiteStore
 from onefold.task import Task
-from onefold.testing import FakeClock, HastyClock, assert_idle, context, drain
+from onefold.testing import FakeClock, Fault, FaultyStore, HastyClock, assert_idle, context, drain
 
 
 async def _turn() -> None:
@@ -151,6 +154,130 @@ def test_drain_goes_through_retries_and_delays_in_no_time(shop: Shop) -> None:
     shop.run(scene)
 
 
+@pytest.mark.parametrize("base", [0.2, 2.0, 20.0])
+@pytest.mark.parametrize("advance", [True, False])
+def test_drain_does_not_wait_for_a_step_that_waits_in_place(shop: Shop, base: float, advance: bool) -> None:
+    """A short wait of a step is over at once, a long one when time advances; neither hangs on a clock that stands."""
+    tried: list[int] = []
+
+    @shop.app.step(undo=never("nothing to do"), retry=RetryPolicy(max_attempts=3, base=base, jitter=False))
+    async def pay(ctx: Context) -> str:
+        tried.append(shop.clock.now())
+        if len(tried) < 3:
+            raise ConnectionError("no answer")
+        return "paid"
+
+    @shop.app.saga
+    async def book(run: Run) -> str:
+        return await run.step(pay)
+
+    async def scene() -> None:
+        receipt = await book.send()
+        begun_at = shop.clock.now()
+        async with asyncio.timeout(20):
+            await drain(shop.app, advance=advance)
+        waited = (shop.clock.now() - begun_at) / MICROSECONDS
+        if advance:
+            assert await receipt.result(timeout=1) == "paid"
+            assert waited == pytest.approx(3 * base)
+        else:
+            assert waited == 0
+            assert len(tried) == (3 if base < 1 else 1)
+
+    shop.run(scene)
+
+
+def test_drain_does_not_wait_for_a_store_that_is_away_for_a_moment() -> None:
+    """A worker that backs off waits by the same clock."""
+    clock = FakeClock()
+    store = FaultyStore(SQLiteStore(":memory:", clock=clock), [Fault("refuse", at=n, verb="settle") for n in (1, 2)])
+    app = App(store=store)
+
+    @app.task
+    async def note() -> str:
+        return "noted"
+
+    async def scene() -> None:
+        async with app:
+            receipt = await note.send()
+            async with asyncio.timeout(20):
+                await drain(app)
+            assert await receipt.result(timeout=1) == "noted"
+
+    asyncio.run(scene())
+
+
+# override.
+
+
+@pytest.mark.parametrize("kind", ["its store's", "given"])
+def test_an_app_goes_by_the_clock_of_the_store_it_is_given(kind: str, tmp_path: Path) -> None:
+    """As documented: the program's app on a store in memory, with a clock of the test's; then all is as before."""
+    clock = FakeClock()
+    app = App(f"sqlite:///{tmp_path}/real.db")
+
+    @app.task
+    async def flaky(ctx: Context) -> str:
+        if ctx.attempt < 3:
+            raise ConnectionError("no answer")
+        return "done"
+
+    async def scene() -> None:
+        store = open_store("sqlite:///:memory:", clock=clock)
+        with app.override(store=store, clock=clock if kind == "given" else None):
+            async with app:
+                receipt = await flaky.options(delay=timedelta(days=1)).send()
+                assert await drain(app) == 3
+                await assert_idle(app)
+                assert await receipt.result(timeout=1) == "done"
+        async with app:
+            assert await app.count() == {}
+            assert not isinstance(app._clock, FakeClock)
+            before = app._clock.now()
+            assert (await flaky.send()).id
+            (record,) = await app.find(Query())
+            assert record.envelope.created_at >= before
+
+    asyncio.run(scene())
+
+
+def test_an_app_made_on_a_store_goes_by_its_clock() -> None:
+    """Without being told so a second time."""
+    clock = FakeClock()
+    assert App(store=SQLiteStore(":memory:", clock=clock))._clock is clock
+    assert App(store=FaultyStore(SQLiteStore(":memory:", clock=clock)))._clock is clock
+
+
+def test_an_override_has_resources_of_its_own(shop: Shop) -> None:
+    """For workers and for handlers that are called directly; the lifespan is opened only afterwards."""
+    opened: list[str] = []
+    seen: list[Any] = []
+
+    @shop.app.lifespan
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[str]:
+        opened.append("connection")
+        yield "connection"
+
+    @shop.app.task
+    async def use(ctx: Context) -> None:
+        seen.append(ctx.resources)
+
+    async def scene() -> None:
+        with shop.app.override(resources=None):
+            async with context(use) as ctx:
+                await use.function(ctx)
+        with shop.app.override(resources="double"):
+            await use.send()
+            await drain(shop.app)
+        assert opened == []
+        await use.send()
+        await drain(shop.app)
+        assert seen == [None, "double", "connection"]
+
+    shop.run(scene)
+
+
 def test_drain_without_advancing_leaves_what_is_not_due(shop: Shop) -> None:
     ran: list[int] = []
 
@@ -271,6 +398,31 @@ def test_a_handler_can_be_called_directly_and_leaves_nothing_behind(shop: Shop) 
         assert await shop.app.find(Query()) == []
         await receipt.send(9)
         assert len(await shop.app.find(Query())) == 1
+
+    shop.run(scene)
+
+
+def test_a_context_has_the_resources_a_worker_would_open(shop: Shop) -> None:
+    """For the length of the block; those of a lifespan that fails are the test's to see."""
+    events: list[str] = []
+
+    @shop.app.lifespan
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[str]:
+        events.append("opened")
+        yield "connection"
+        events.append("closed")
+
+    @shop.app.task
+    async def use(ctx: Context) -> str:
+        resources: str = ctx.resources
+        return resources
+
+    async def scene() -> None:
+        async with context(use) as ctx:
+            assert await use.function(ctx) == "connection"
+            assert events == ["opened"]
+        assert events == ["opened", "closed"]
 
     shop.run(scene)
 

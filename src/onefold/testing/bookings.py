@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import apsw
 import msgspec
 
 from onefold.app import App
@@ -22,6 +21,7 @@ from onefold.retry import RetryPolicy
 from onefold.status import SagaStatus, read_saga
 from onefold.step import UNDO_PREFIX, Step, StepKind
 from onefold.store import Query, Record, State
+from onefold.stores.sqlite.drivers import Connection
 from onefold.stores.sqlite.steps import Steps
 from onefold.testing.checker import Final, Violation
 from onefold.testing.loop import Process, SimulatedClock
@@ -108,7 +108,7 @@ class Bookings(Workload):
         has_effect = record.envelope.message_type == "write"
         return Final(record.envelope.id, self.key_of(record), record.state, has_effect)
 
-    def look(self, connection: apsw.Connection, records: Sequence[Record]) -> list[Violation]:
+    def look(self, connection: Connection, records: Sequence[Record]) -> list[Violation]:
         done: dict[str, list[str]] = defaultdict(list)
         for saga, step in connection.execute("SELECT saga, step FROM booking ORDER BY number"):
             done[saga].append(step)

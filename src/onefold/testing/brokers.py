@@ -1,7 +1,9 @@
 """A real Redis server for tests: started on a free loopback port, killed and restarted at will.
 
 It keeps its log in a directory of its own and knows nothing about onefold: what is in its streams is the test's
-business.  Its settings are Redis's own, so a test can start a server that forgets, and see it refused.
+business.  It asks for a password, drawn anew for each server and part of its URLs: other users of the machine reach its
+port too, and may have it write files as its user.
+Its settings are Redis's own, so a test can start a server that forgets, and see it refused.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from onefold.clock import system_random
 
 #: Seconds between two looks at a server that is starting.
 POLL_SECONDS = 0.01
@@ -70,6 +75,7 @@ class RedisServer:
         self.program = found
         self.port = 0
         self.settings = dict(settings)
+        self._password = f"{system_random().getrandbits(128):032x}"
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -129,19 +135,23 @@ class RedisServer:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def url(self, database: int = 0) -> str:
-        """Name a database of this server the way every client understands."""
-        return f"redis://127.0.0.1:{self.port}/{database}"
+    def url(self, database: int = 0, *, user: str = "", password: str | None = None) -> str:
+        """Name a database of this server the way every client understands, as its owner or as another user."""
+        return f"redis://{user}:{password or self._password}@127.0.0.1:{self.port}/{database}"
 
     def _launch(self) -> bool:
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._path()), "save": "", **self.settings}
-        command = [str(self.program)]
+        # The password is read from there: every user of the machine sees the arguments of a program.
+        command = [str(self.program), "-"]
         for name, value in options.items():
             command += [f"--{name}", *([value] if name == "save" else value.split())]
         with self._path("log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError), self._process.stdin as settings:
+                settings.write(f"requirepass {self._password}\n".encode())
         for _ in range(POLLS_MAX):
             if self._process.poll() is not None:
                 break

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
-from onefold.clock import MICROSECONDS, to_datetime, to_instant
+from onefold.clock import MICROSECONDS, give_way, to_datetime, to_instant
 
 _START = to_instant(datetime(2030, 1, 1, tzinfo=UTC))
 
@@ -21,6 +23,8 @@ class FakeClock:
         self._now = _START if start is None else to_instant(start)
         self._steady = MICROSECONDS
         self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._hurried = 0.0
+        self._may_advance = True
         self._count = 0
 
     def now(self) -> int:
@@ -35,10 +39,27 @@ class FakeClock:
         return to_datetime(self._now)
 
     async def sleep(self, seconds: float) -> None:
+        if seconds <= self._hurried:
+            self.advance(seconds if self._may_advance else 0.0)
+            await give_way()  # the others get their turn, as in any sleep
+            return
         future = asyncio.get_running_loop().create_future()
         self._count += 1
         heapq.heappush(self._sleepers, (self._steady + round(seconds * MICROSECONDS), self._count, future))
         await future
+
+    @contextmanager
+    def hurry(self, seconds: float, *, advance: bool = True) -> Iterator[None]:
+        """For the length of the block, let sleeps of up to so many seconds be over at once.
+
+        Time advances by as much, or with ``advance=False`` stands still.
+        """
+        before = self._hurried, self._may_advance
+        self._hurried, self._may_advance = seconds, advance
+        try:
+            yield
+        finally:
+            self._hurried, self._may_advance = before
 
     def advance(self, duration: timedelta | float) -> None:
         """Let time pass, for both clocks, and wake who has slept long enough."""

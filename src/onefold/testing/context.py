@@ -32,7 +32,9 @@ async def context(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> AsyncI
             assert [sent.message_type for sent in ctx.buffer.envelopes] == ["receipt"]
 
     The app must be open.  What the handler executed can be read inside the block and is rolled back at its end;
-    what it sent stays in ``ctx.buffer`` and never leaves.  Set ``ctx.resources`` or ``ctx.attempt`` as needed.
+    what it sent stays in ``ctx.buffer`` and never leaves.  ``ctx.resources`` is what the app's lifespan yields, opened
+    for the length of the block; ``app.override(resources=…)`` puts something else there.
+    Set ``ctx.attempt`` as needed.
     """
     app = task._sender
     if not isinstance(app, App):
@@ -41,10 +43,11 @@ async def context(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> AsyncI
     now = app._clock.now()
     lease = Lease(envelope, fence=1, attempt=1, crashes=0, replay_count=0, claimed_at=now, worker="test")
     held_until = now + round(limits.LEASE * MICROSECONDS)
-    inside = Context(lease, app.store, app._prepare, None, lambda: held_until)
-    token = current.set(inside)
-    try:
-        yield inside
-    finally:
-        current.reset(token)
-        await inside.roll_back(_RolledBackError())
+    async with app._open_resources() as resources:
+        inside = Context(lease, app.store, app._prepare, resources, lambda: held_until, origin=str(app.origin))
+        token = current.set(inside)
+        try:
+            yield inside
+        finally:
+            current.reset(token)
+            await inside.roll_back(_RolledBackError())

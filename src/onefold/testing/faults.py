@@ -93,6 +93,11 @@ class FaultyStore:
         self.fired: list[Fault] = []
 
     @property
+    def clock(self) -> Clock | None:
+        """The clock of the store behind it."""
+        return getattr(self._store, "clock", None)
+
+    @property
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
@@ -135,13 +140,17 @@ class FaultyStore:
     async def close(self) -> None:
         await self._store.close()
 
+    def twin(self) -> Store | None:
+        """Return None: faults are planned for the calls that are counted here."""
+        return None
+
     async def migrate(self) -> list[str]:
         return await self._store.migrate()
 
     @asynccontextmanager
-    async def transaction(self, connection: Any = None) -> AsyncIterator[Transaction]:
+    async def transaction(self, connection: Any = None, *, seconds: float | None = None) -> AsyncIterator[Transaction]:
         begin = await self.before("begin")
-        async with self._store.transaction(connection) as opened:
+        async with self._store.transaction(connection, seconds=seconds) as opened:
             self.after("begin", begin)
             inside = FaultyTransaction(self, opened)
             yield inside

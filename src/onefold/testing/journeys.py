@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import apsw
 import msgspec
 
 from onefold.app import App
@@ -20,6 +19,7 @@ from onefold.errors import CancelledMessageError, DeadError, SignalTimeoutError,
 from onefold.retry import RetryPolicy
 from onefold.step import StepKind
 from onefold.store import Query, Record, State
+from onefold.stores.sqlite.drivers import Connection
 from onefold.stores.sqlite.steps import Steps
 from onefold.testing.checker import Effect, Final, Violation
 from onefold.testing.loop import Process, SimulatedClock
@@ -148,7 +148,7 @@ class Journeys(Workload):
         untold = record.envelope.message_type == "letters" and record.envelope.subject in self._untold
         return untold and record.state is State.PARKED
 
-    def effects(self, connection: apsw.Connection) -> list[Effect]:
+    def effects(self, connection: Connection) -> list[Effect]:
         return [
             replace(one, key=one.message_id) if one.key.partition(":")[0] in _CHILDREN else one
             for one in super().effects(connection)
@@ -160,7 +160,7 @@ class Journeys(Workload):
             record.envelope.id, self.key_of(record), record.state, has_effect, waits=self._waits_for_ever(record)
         )
 
-    def look(self, connection: apsw.Connection, records: Sequence[Record]) -> list[Violation]:
+    def look(self, connection: Connection, records: Sequence[Record]) -> list[Violation]:
         steps = Steps(connection)
         rows = connection.execute("SELECT run, step, restarts, fence, position FROM step_effect ORDER BY number")
         effects = [StepEffect(*row) for row in rows]

@@ -195,12 +195,12 @@ class Model:
     # operators
 
     def redrive(self, id_: str) -> bool:
-        """Reopen a dead letter whose body and key are still its own, or let a parked message go on."""
+        """Reopen a dead letter whose body and key are still to be kept, or let a parked message go on."""
         m = self.messages.get(id_)
         if m is not None and m.state is State.PARKED:
             m.state, m.due_at, m.fence = State.SCHEDULED, min(m.due_at, self.now), m.fence + 1
             return True
-        if m is None or m.state is not State.DEAD or not m.body or (m.kept_until or 0) <= self.now:
+        if m is None or m.state is not State.DEAD or min(m.kept_until or 0, m.body_until) <= self.now:
             return False
         m.wake = 0
         m.state, m.due_at, m.attempt, m.kept_until = State.SCHEDULED, self.now, 0, None

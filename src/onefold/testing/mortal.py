@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
-import apsw
-
 from onefold.errors import StoreUnavailableError
 from onefold.gate import NO_GATINGS, Gating
 from onefold.store import Fenced, Lane, Lease
 from onefold.stores.sqlite import SQLiteStore
 from onefold.stores.sqlite.connection import Patience
+from onefold.stores.sqlite.drivers import Connection
 from onefold.testing.checker import Journal
 from onefold.testing.faults import Fault, FaultyStore
 from onefold.testing.loop import Process, SimulatedClock
@@ -37,13 +36,13 @@ class Trouble(Protocol):
 class MortalStore(SQLiteStore):
     """A store that knows its connections, so that they can be cut."""
 
-    def _connect(self, patience: Patience) -> apsw.Connection:
+    def _connect(self, patience: Patience) -> Connection:
         connection = super()._connect(patience)
         self.connections.append(connection)
         return connection
 
     @cached_property
-    def connections(self) -> list[apsw.Connection]:
+    def connections(self) -> list[Connection]:
         return []
 
 

@@ -55,6 +55,9 @@ class Proxy:
         self._seconds = 0.0
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
+        #: The tasks of all connections, also of those that are over: without a reference they could be collected
+        #: before they were woken a last time.
+        self.tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._losing_next: Literal["request", "reply"] | None = None
 
@@ -174,7 +177,10 @@ class _Pair:
         self.losing = False
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(work))
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        self._proxy.tasks.add(task)
+        task.add_done_callback(self._proxy.tasks.discard)
 
     async def carry(self, host: str, port: int) -> None:
         try:
@@ -239,8 +245,10 @@ class _Pair:
         """End both connections without a goodbye."""
         self.losing = False
         for writer in self._writers:
-            with contextlib.suppress(OSError):
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            # uvloop knows no socket of a transport that is closed already.
+            if (connected := writer.get_extra_info("socket")) is not None:
+                with contextlib.suppress(OSError):
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             writer.transport.abort()
         self._proxy.forget(self)
 

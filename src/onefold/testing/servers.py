@@ -2,6 +2,8 @@
 
 It finds the binaries, runs them as an ordinary user even when the caller is root, and cleans up after itself.
 It keeps ``fsync`` on, because a crash test against a server that does not sync proves nothing.
+It asks for a password, drawn anew for each cluster and part of its URLs: other users of the machine reach its port too,
+and a superuser of PostgreSQL may run programs as the user that the server runs as.
 It deliberately knows nothing about onefold's schema: what is inside a database is the test's business.
 
 Needs the ``postgres`` extra.
@@ -19,13 +21,15 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, LiteralString, Self
 
 import psycopg
 from psycopg import sql
+
+from onefold.clock import system_random
 
 #: Seconds between two looks at a server that is starting.
 POLL_SECONDS = 0.05
@@ -91,6 +95,7 @@ class PostgresServer:
         self.binaries = found
         self.port = 0
         self._settings = dict(settings or {})
+        self._password = f"{system_random().getrandbits(128):032x}"
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -135,7 +140,7 @@ class PostgresServer:
         # Backends leave the server's process group, so they are named one by one.
         # A stopped server forks no more: the children seen now are all there are.
         process.send_signal(signal.SIGSTOP)
-        for child in _children(process.pid):
+        for child in children_of(process.pid):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         os.killpg(process.pid, signal.SIGKILL)
@@ -160,9 +165,15 @@ class PostgresServer:
                 self._process.wait(STOP_SECONDS)
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """The server's first process, whose children are the backends."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def url(self, database: str = "postgres") -> str:
-        """Name a database of this server the way every client understands."""
-        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+        """Name a database of this server the way every client understands, with its password."""
+        return f"postgresql://postgres:{self._password}@127.0.0.1:{self.port}/{database}"
 
     def create_database(self, name: str, *, template: str = "template1") -> str:
         """Create a database as a copy of the template, to which nobody may be connected; return its URL."""
@@ -178,9 +189,24 @@ class PostgresServer:
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
     def _initialise(self) -> None:
-        options = ["--no-sync", "-A", "trust", "-E", "UTF8", "--no-locale", "-U", "postgres"]
-        if self._spawn("initdb", *options).wait() != 0:
-            raise RuntimeError(f"initdb failed:\n{self._log()}")
+        # In a file, because every user of the machine sees the arguments of a program.
+        with self._secret("password", self._password) as file:
+            options = ["--no-sync", "-A", "scram-sha-256", f"--pwfile={file}", "-E", "UTF8", "--no-locale"]
+            if self._spawn("initdb", *options, "-U", "postgres").wait() != 0:
+                raise RuntimeError(f"initdb failed:\n{self._log()}")
+
+    @contextmanager
+    def _secret(self, name: str, text: str) -> Iterator[Path]:
+        """Have a text in a file that only the server's user may read, for the length of the block."""
+        path = self._path(name)
+        path.touch(mode=0o600)
+        path.write_text(text)
+        if user := self._user():
+            os.chown(path, user.pw_uid, user.pw_gid)
+        try:
+            yield path
+        finally:
+            path.unlink()
 
     def _launch(self) -> bool:
         directory = str(self._path())
@@ -192,7 +218,7 @@ class PostgresServer:
         for _ in range(POLLS_MAX):
             if self._process.poll() is not None:
                 break
-            with suppress(psycopg.OperationalError), psycopg.connect(address):
+            with suppress(psycopg.OperationalError), psycopg.connect(address, password=self._password):
                 return True
             threading.Event().wait(POLL_SECONDS)
         self.kill()
@@ -202,16 +228,19 @@ class PostgresServer:
         """Run a program on the data, in a session of its own, and never as root, which PostgreSQL refuses."""
         command = [str(self.binaries / program), "-D", str(self._path("data")), *options]
         identity: dict[str, Any] = {}
-        if os.geteuid() == 0 and _has_namespaces():
-            command = [*_NAMESPACE, *command]
+        if user := self._user():
+            os.chown(self._path(), user.pw_uid, user.pw_gid)
+            identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         elif os.geteuid() == 0:
-            nobody = pwd.getpwnam("nobody")
-            os.chown(self._path(), nobody.pw_uid, nobody.pw_gid)
-            identity = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+            command = [*_NAMESPACE, *command]
         with self._path("log").open("ab") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **identity
             )
+
+    def _user(self) -> pwd.struct_passwd | None:
+        """Return the user that the server runs as, if it is not the caller."""
+        return pwd.getpwnam("nobody") if os.geteuid() == 0 and not _has_namespaces() else None
 
     def _path(self, name: str = "") -> Path:
         assert self._directory is not None, "not started"
@@ -221,6 +250,31 @@ class PostgresServer:
         return self._path("log").read_text(errors="replace")[-4000:]
 
 
+class PostgresStandby(PostgresServer):
+    """A copy of another server that follows it; synchronously if that one's settings name ``standby``."""
+
+    def __init__(self, primary: PostgresServer) -> None:
+        super().__init__(primary.binaries)
+        self._primary = primary
+        self._password = primary._password
+
+    def _initialise(self) -> None:
+        follows = f"host=127.0.0.1 port={self._primary.port} user=postgres"
+        with self._secret("passwords", f"*:*:*:*:{self._password}\n") as file:
+            source = ["-d", f"{follows} passfile={file}", "--checkpoint=fast", "--no-sync"]
+            if self._spawn("pg_basebackup", *source).wait() != 0:
+                raise RuntimeError(f"pg_basebackup failed:\n{self._log()}")
+        # Not as an argument of the server, which every user of the machine sees.
+        with self._path("data/postgresql.auto.conf").open("a") as settings:
+            settings.write(f"primary_conninfo = '{follows} password={self._password} application_name=standby'\n")
+        self._path("data/standby.signal").touch()
+
+    def promote(self) -> None:
+        """Make it a primary; afterwards it takes writes."""
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute("SELECT pg_promote()")
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -228,7 +282,7 @@ def _free_port() -> int:
         return port
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """List a process's children; where the system does not tell, they notice their server's death soon."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from onefold.app import App
 from onefold.stores.sqlite import SQLiteStore
+from onefold.stores.sqlite.drivers import Library
 from onefold.testing.bookings import Bookings, declare_bookings
 from onefold.testing.clock import FakeClock
 from onefold.testing.journeys import Journeys, declare_journeys
@@ -41,10 +42,11 @@ class Simulation:
     """Runs seeds, each on its own copy of one migrated database; use it as a context manager.
 
     With ``runs`` the worlds are full of workflows, with ``sagas`` of sagas: see ``onefold.testing.journeys`` and
-    ``onefold.testing.bookings``.
+    ``onefold.testing.bookings``.  ``driver`` is the SQLite library below them.
     """
 
-    def __init__(self, *, runs: bool = False, sagas: bool = False) -> None:
+    def __init__(self, *, runs: bool = False, sagas: bool = False, driver: Library = "apsw") -> None:
+        self._driver = driver
         parent = _FAST_DIRECTORY if Path(_FAST_DIRECTORY).is_dir() else None
         self._directory = Path(tempfile.mkdtemp(prefix="onefold-simulation-", dir=parent))
         self._template = self._directory / "template.db"
@@ -55,7 +57,9 @@ class Simulation:
         asyncio.run(self._migrate())
 
     async def _migrate(self) -> None:
-        store = SQLiteStore(str(self._template), clock=FakeClock(), synchronous="OFF", inline=True, boot=BOOT)
+        store = SQLiteStore(
+            str(self._template), clock=FakeClock(), synchronous="OFF", inline=True, boot=BOOT, driver=self._driver
+        )
         await store.open()
         async with store.transaction() as transaction:
             for statement in self._workload.tables:
@@ -76,7 +80,7 @@ class Simulation:
         shutil.copyfile(self._template, file)
         level, logging.getLogger("onefold").level = logging.getLogger("onefold").level, logging.CRITICAL
         try:
-            return World(seed, file, self._declared, self._tasks, self._workload).run()
+            return World(seed, file, self._declared, self._tasks, self._workload, self._driver).run()
         finally:
             logging.getLogger("onefold").level = level
 
@@ -89,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="replay this one and print its history")
     parser.add_argument("--runs", action="store_true", help="worlds of workflows")
     parser.add_argument("--sagas", action="store_true", help="worlds of sagas")
+    parser.add_argument("--driver", choices=["apsw", "sqlite3"], default="apsw", help="the SQLite library")
     given = parser.parse_args(arguments)
     failed = 0
-    with Simulation(runs=given.runs, sagas=given.sagas) as simulation:
+    with Simulation(runs=given.runs, sagas=given.sagas, driver=given.driver) as simulation:
         if given.seed is not None:
             result = simulation.run(given.seed)
             print(*result.history, sep="\n")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import apsw
-
 from onefold.app import App
 from onefold.context import Context
 from onefold.envelope import Envelope
@@ -21,6 +19,7 @@ from onefold.errors import Reject, Retry, Snooze, StoreUnavailableError
 from onefold.inspection import DeadLetter
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record, State
+from onefold.stores.sqlite.drivers import Connection
 from onefold.task import Task
 from onefold.testing.checker import Effect, Final, Journal, Violation
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
@@ -213,7 +212,7 @@ class Workload:
         """Whether nothing more is to be expected of a message."""
         return record.state.ended
 
-    def effects(self, connection: apsw.Connection) -> list[Effect]:
+    def effects(self, connection: Connection) -> list[Effect]:
         """Read what handlers did."""
         return [Effect(*row) for row in connection.execute("SELECT key, message, fence, position FROM effect")]
 
@@ -222,7 +221,7 @@ class Workload:
         has_effect = record.envelope.message_type not in WITHOUT_EFFECT
         return Final(record.envelope.id, self.key_of(record), record.state, has_effect)
 
-    def look(self, connection: apsw.Connection, records: Sequence[Record]) -> list[Violation]:
+    def look(self, connection: Connection, records: Sequence[Record]) -> list[Violation]:
         """Note what was asked for besides what producers asked for, and return what only this workload can see."""
         journal = self._world.journal
         orders = {f"order:{key}" for (key,) in connection.execute("SELECT key FROM orders")}

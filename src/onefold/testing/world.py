@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import apsw
-
 from onefold.app import App
 from onefold.clock import MICROSECONDS
 from onefold.errors import OnefoldError, StoreUnavailableError
+from onefold.fleet import WorkerSettings
 from onefold.store import Query, Record, State
+from onefold.stores.sqlite.drivers import Library, load_driver
 from onefold.stores.sqlite.finding import find
 from onefold.stores.sqlite.session import Session
 from onefold.testing.checker import Final, Journal, Report, Violation, check
@@ -79,7 +79,15 @@ class Result:
 class World:
     """One seed's world, from its first send to its last check."""
 
-    def __init__(self, seed: int, file: Path, declared: App, tasks: Tasks, workload: type[Workload]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        file: Path,
+        declared: App,
+        tasks: Tasks,
+        workload: type[Workload],
+        driver: Library = "apsw",
+    ) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.loop = SimulatedLoop(random.Random(self.chance.getrandbits(64)))
@@ -90,6 +98,7 @@ class World:
         self.lease = self.chance.choice([1.0, 2.0, 5.0])
         self.work = workload(self)
         self._file = file
+        self._driver = driver
         self._declared = declared
         self._tasks = tasks
         self._numbers = 0
@@ -174,7 +183,9 @@ class World:
     def app(self, process: Process) -> App:
         """Make the app of one process, with a connection and a clock of its own."""
         clock = SimulatedClock(self.loop, process)
-        inner = MortalStore(str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT)
+        inner = MortalStore(
+            str(self._file), clock=clock, synchronous="OFF", inline=True, boot=BOOT, driver=self._driver
+        )
         store = SimulatedStore(inner, self, process, clock)
         self._stores.append(store)
         app = App(store=store, clock=clock, chance=random.Random(self.chance.getrandbits(64)))
@@ -254,9 +265,12 @@ class World:
 
         async def life() -> None:
             async with self.app(process) as app:
+                # Not alone, which leaves purging to others: the checker must find every message.
+                queues = sorted({task.queue for task in app.tasks.values()})
+                settings = WorkerSettings(process.name, queues, until_idle=True, alone=False)
                 for _ in range(_DRAIN_ROUNDS):
                     await self.work.calm_down(app)
-                    await app.work(name=process.name, until_idle=True)
+                    await app.work_as(settings)
                     if all(self.work.is_over(record) for record in self.records()):
                         return
                     await SimulatedClock(self.loop, process).sleep(_DRAIN_SECONDS)
@@ -267,7 +281,7 @@ class World:
 
     def records(self) -> list[Record]:
         """Read every message, past all stores that may have died."""
-        connection = apsw.Connection(str(self._file))
+        connection = load_driver(self._driver).connect(str(self._file))
         try:
             return find(Session(connection, FakeClock()), Query(limit=1_000))
         finally:
@@ -276,7 +290,7 @@ class World:
     def check(self) -> Report:
         """Hand everything to the checker."""
         records = self.records()
-        connection = apsw.Connection(str(self._file))
+        connection = load_driver(self._driver).connect(str(self._file))
         effects = self.work.effects(connection)
         problems = self.work.look(connection, records)
         connection.close()

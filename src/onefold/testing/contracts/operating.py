@@ -58,6 +58,22 @@ class OperatorContract(Contract):
         assert [lease.id for lease in await bench.claim()] == [newer.id]
 
     @scenario
+    async def test_a_letter_is_redriven_in_its_time_only_whether_or_not_a_purge_came_by(self, bench: Bench) -> None:
+        """And says until when, which is before its key is free."""
+        early, late = await bench.settled("k", DEAD), await bench.settled("l", DEAD)
+        until = bench.clock.now() + round(limits.DEAD_RETENTION * MICROSECONDS)
+        record = await bench.record(late.id)
+        assert record.redrive_until == until
+        assert record.kept_until is not None
+        assert record.kept_until > until
+        bench.clock.advance(limits.DEAD_RETENTION - 1)
+        assert await bench.move(early.id, State.SCHEDULED)
+        assert (await bench.record(early.id)).redrive_until is None
+        bench.clock.advance(1.0)
+        assert not await bench.move(late.id, State.SCHEDULED)
+        assert await bench.state(late.id) is State.DEAD
+
+    @scenario
     async def test_a_discarded_letter_is_closed_for_good(self, bench: Bench) -> None:
         dead = await bench.settled("k", DEAD)
         assert await bench.move(dead.id, State.DISCARDED)

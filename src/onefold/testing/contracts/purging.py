@@ -123,3 +123,15 @@ class PurgeContract(Contract):
         assert (await _purge(bench)).register == 1
         assert await bench.store.registered("worker", "b") is not None
         assert not (await bench.put(deduplication_key="d")).duplicate
+
+    @scenario
+    async def test_what_people_did_is_kept_for_its_time_and_outlives_the_message(self, bench: Bench) -> None:
+        letters = [await bench.settled(f"k{number}", Dead(FAILURE)) for number in range(3)]
+        for letter in letters:
+            await bench.move(letter.id, State.DISCARDED)
+        purged = await _purge(bench)
+        assert (purged.messages, purged.acts) == (3, 0)
+        bench.clock.advance(limits.ACT_RETENTION - 0.000001)
+        assert (await _purge(bench)).acts == 0
+        bench.clock.advance(0.000001)
+        assert [(await _purge(bench, limit=2)).acts for _ in range(3)] == [2, 1, 0]
