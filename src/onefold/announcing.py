@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from onefold.envelope import derived_key
 from onefold.registry import Registry
 from onefold.store import Dead, Lease, Outcome
 from onefold.transaction import Prepare
@@ -50,9 +51,10 @@ def announced(lease: Lease, outcome: Decided, registry: Registry, prepare: Prepa
         attempt=lease.attempt,
         fence=lease.fence,
     )
-    key = f"{envelope.id}:{lease.fence}"
+    key = derived_key("dead", f"{envelope.id}:{lease.fence}")
     try:
-        sends = [prepare(hook.options(key=key).call(notice), envelope, 0)[0] for hook in registry.hooks.values()]
+        calls = [replace(hook.call(notice), key=key) for hook in registry.hooks.values()]
+        sends = [prepare(call, envelope, 0)[0] for call in calls]
     except Exception as error:
         logger.warning("dead_letter_not_told message_id=%s error=%s", envelope.id, type(error).__name__)
         return outcome

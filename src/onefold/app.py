@@ -7,9 +7,9 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from onefold import limits
 from onefold.announcing import announced
@@ -23,6 +23,7 @@ from onefold.execution import Execution
 from onefold.fleet import WorkerSettings, worker_name
 from onefold.inside import current
 from onefold.operating import OperatorVerbs
+from onefold.origin import Origin, check_app_name, find_origin
 from onefold.receipt import Receipt, Source
 from onefold.recurring import Keeper
 from onefold.registry import Registry
@@ -42,6 +43,9 @@ logger = logging.getLogger("onefold")
 R = TypeVar("R")
 
 Lifespan = Callable[[], AbstractAsyncContextManager[Any]]
+
+#: For an override that leaves the resources of handlers to the lifespan.
+AS_DECLARED: Any = object()
 OnSend = Callable[[Envelope], Envelope]
 
 #: Where the store's URL is looked for when the app is made without one.
@@ -55,6 +59,12 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
 
     ``App("sqlite:///shop.db")`` needs nothing else; ``App()`` reads the URL from the environment variable ONEFOLD_URL.
     Use it as ``async with app``.
+    ``name`` is part of the keys that handlers give to outside providers; it is kept in the store, and an app without a
+    name takes the one it finds there, or else ``app``.
+
+    On SQLite ``driver="sqlite3"`` is for programs that open the same file with the interpreter's own module, such as an
+    ORM does: one process must not use two SQLite libraries on one file.  ``journal="delete"`` does without the
+    write-ahead log.
     """
 
     def __init__(
@@ -62,16 +72,22 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         url: str | None = None,
         *,
         store: Store | None = None,
+        name: str | None = None,
+        driver: Literal["apsw", "sqlite3"] | None = None,
+        journal: Literal["wal", "delete"] | None = None,
         include: Sequence[str] = (),
         clock: Clock | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._url = url
+        self._name = check_app_name(name)
+        self._origin: Origin | None = None
         self._given_store = store
-        self._clock = clock or SystemClock()
+        self._driver = driver
+        self._journal = journal
         self._test_clock = clock
         self._chance = chance or system_random()
-        self._ids = Ids(self._clock, self._chance)
+        self._go_by(clock or _clock_of(store) or SystemClock())
         self._include = tuple(include)
         self._store: Store | None = None
         self._registry = Registry()
@@ -79,7 +95,6 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         self._on_send: list[OnSend] = []
         self._lifespan: Lifespan | None = None
         self._workers: list[Worker] = []
-        self._sources: dict[Task[Any, Any], Source[Any]] = {}
 
     # declaring
 
@@ -119,6 +134,11 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         if self._store is None:
             store = self._make_store()
             await store.open()
+            try:
+                self._origin = await find_origin(store, self._name, self._chance)
+            except BaseException:
+                await store.close()
+                raise
             self._store = store
 
     async def close(self) -> None:
@@ -150,7 +170,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             raise ConfigurationError(
                 f"the app has no store: give App a URL such as sqlite:///app.db, or set {URL_VARIABLE}"
             )
-        return open_store(url, clock=self._test_clock)
+        return open_store(url, clock=self._test_clock, driver=self._driver, journal=self._journal)
 
     @property
     def store(self) -> Store:
@@ -159,14 +179,42 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             raise ConfigurationError("the app is not open; use `async with app:` around what you do with it")
         return self._store
 
+    @property
+    def origin(self) -> Origin:
+        """The identity of the open database and the app's name, which are part of every ``ctx.upstream_key``."""
+        if self._store is None or self._origin is None:
+            raise ConfigurationError("the app is not open; use `async with app:` around what you do with it")
+        return self._origin
+
+    def _go_by(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ids = Ids(clock, self._chance)
+        self._sources: dict[Task[Any, Any], Source[Any]] = {}
+
     @contextmanager
-    def override(self, *, store: Store) -> Iterator[App]:
-        """Use another store for the length of the block, for tests; open the app inside it."""
-        given, self._given_store = self._given_store, store
+    def override(
+        self, *, store: Store | None = None, clock: Clock | None = None, resources: Any = AS_DECLARED
+    ) -> Iterator[App]:
+        """Use another store for the length of the block, for tests; open the app inside it.
+
+        The app goes by ``clock``, or else by the clock of that store, and handlers find ``resources`` instead of what
+        the lifespan would have opened.
+        """
+        before = self._given_store, self._clock, self._test_clock, self._lifespan
+        self._given_store = store or self._given_store
+        self._test_clock = clock or self._test_clock
+        self._go_by(clock or _clock_of(store) or self._clock)
+        if resources is not AS_DECLARED:
+            self._lifespan = lambda: nullcontext(resources)
         try:
             yield self
         finally:
-            self._given_store = given
+            self._given_store, clock, self._test_clock, self._lifespan = before
+            self._go_by(clock)
+
+    def _open_resources(self) -> AbstractAsyncContextManager[Any]:
+        """What a worker opens for its handlers; None for an app without a lifespan."""
+        return nullcontext() if self._lifespan is None else self._lifespan()
 
     # sending
 
@@ -187,7 +235,13 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
 
     def _complete(self, envelope: Envelope) -> Envelope:
         for change in self._on_send:
-            envelope = change(envelope)
+            changed = change(envelope)
+            if not isinstance(changed, Envelope):
+                name = getattr(change, "__qualname__", repr(change))
+                raise ConfigurationError(
+                    f"on_send: {name} returned a {type(changed).__name__}; return the envelope, changed or not"
+                )
+            envelope = changed
         return check(envelope)
 
     def _source(self, task: Task[Any, R]) -> Source[R]:
@@ -234,17 +288,21 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         return buffer.receipts
 
     @asynccontextmanager
-    async def transaction(self, connection: Any = None) -> AsyncIterator[AppTransaction]:
+    async def transaction(
+        self, connection: Any = None, *, timeout: timedelta | float = limits.TRANSACTION_SECONDS_MAX
+    ) -> AsyncIterator[AppTransaction]:
         """Write rows and send messages in one commit.
 
         When the block ends, everything is durable; when it raises or the process dies, nothing has happened.
+        On SQLite, where other processes wait for the same lock, a block that keeps it for longer than ``timeout`` is
+        rolled back, and what it does next raises ``TransactionTooLongError``; PostgreSQL ends idle transactions itself.
         With ``connection`` it joins the transaction that is open there, and its owner commits.
         """
         if isinstance(current.get(), Work):
             raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
         refuse_inside("transaction()")
         buffer = Buffer(self._prepare, fresh_id=self.fresh_id)
-        async with self.store.transaction(connection) as opened:
+        async with self.store.transaction(connection, seconds=seconds(timeout)) as opened:
             inside = AppTransaction(opened, buffer)
             token = current.set(inside)
             try:
@@ -274,8 +332,9 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
 
         Works until ``stop_working``; with ``until_idle``, until nothing is due.
         This is the embedded form.  It cannot survive what its process does not: a handler that ends the process takes
-        its neighbours with it until their leases run out, and one that blocks the event loop for longer than the lease
-        loses its message to another worker, its work being rolled back.  ``onefold worker`` survives both.
+        its neighbours with it until their leases run out, and C code that holds the interpreter for longer than the
+        lease loses its message to another worker, its work being rolled back.  ``onefold worker`` survives both.
+        A handler that blocks the event loop in Python keeps its message: a thread renews it.
         """
         settings = WorkerSettings(
             name=name or worker_name(os.getpid(), self._chance),
@@ -294,17 +353,22 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         slots: Slots | None = None,
         begin: Callable[[Worker], None] | None = None,
         quarantine_after: int = limits.QUARANTINE_AFTER,
+        follows: bool = False,
     ) -> int:
-        """Work as ``work`` does, with everything said; ``begin`` is called when all is open and nothing is claimed."""
+        """Work as ``work`` does, with everything said; ``begin`` is called when all is open and nothing is claimed.
+
+        ``follows`` says that it replaces a worker, so that a broker that must not be used is waited for.
+        """
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._open_transports())
-            resources = await stack.enter_async_context(self._lifespan()) if self._lifespan else None
+            await stack.enter_async_context(self._open_transports(refuse=not follows))
+            resources = await stack.enter_async_context(self._open_resources())
             execution = Execution(
                 self.store,
                 self._registry,
                 self._clock,
                 self._chance,
                 self._prepare,
+                str(self.origin),
                 self._middleware,
                 resources,
                 quarantine_after,
@@ -336,3 +400,8 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
     def _wake_tickers(self) -> None:
         for worker in self._workers:
             worker.wake_ticker()
+
+
+def _clock_of(store: Store | None) -> Clock | None:
+    """Return the clock of a store, which decides what is due, so that the app and it do not differ."""
+    return getattr(store, "clock", None)

@@ -29,7 +29,13 @@ class Item(Generic[T]):
     """
 
     def __init__(
-        self, lease: Lease, value: T, encode_result: Callable[[Any], bytes], bearer: Bearer | None = None
+        self,
+        lease: Lease,
+        value: T,
+        encode_result: Callable[[Any], bytes],
+        bearer: Bearer | None = None,
+        *,
+        origin: str,
     ) -> None:
         self.value = value
         self.message = lease.envelope
@@ -39,6 +45,7 @@ class Item(Generic[T]):
         self.fence = lease.fence
         self._lease = lease
         self._bearer = bearer
+        self._origin = origin
         self._encode_result = encode_result
         self._verdict: bytes | Exception | None = None
 
@@ -49,7 +56,7 @@ class Item(Generic[T]):
 
     def upstream_key(self, effect: str) -> str:
         """Return a key for an outside provider: the same on every retry and redrive of this work."""
-        return upstream_key(self.message.scope, self.idempotency_key, effect)
+        return upstream_key(self._origin, self.message.scope, self.idempotency_key, effect)
 
     def done(self, result: Any = None) -> None:
         """It succeeded; the result is kept for whoever waits for it.  One that cannot be kept raises here."""

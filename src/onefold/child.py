@@ -61,6 +61,7 @@ class Child:
                 slots=self._board,
                 begin=self._begin,
                 quarantine_after=limits.QUARANTINE_AFTER_SUPERVISED,
+                follows=self._orders.follows,
             )
         self.say(Stopped(settled))
 

@@ -25,6 +25,8 @@ from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, Limit
 #: Types whose every value survives JSON unchanged, so that only size and NUL, which is escaped, remain to be checked.
 _PLAIN = (int, str, bool)
 _BACKSLASH = ord("\\")
+#: What a parameter or a field may be called; anything else in that place was made up by a sender.
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 
 
 def _encode_foreign(value: Any) -> Any:
@@ -49,13 +51,25 @@ def _decode_foreign(kind: type, value: Any) -> Any:
 
 
 def _without_values(kind: type, error: Exception) -> str:
-    """Say what pydantic did not like without repeating the value, which may be a secret."""
+    """Say what pydantic did not like without repeating the value, which may be a secret.
+
+    Its messages quote tags and what validators of the user's own say, and its locations the keys of mappings; so of
+    each problem only the field of the model and the kind of problem are told, such as ``number: int_parsing``.
+    """
     try:
-        problems: Any = error.errors(include_input=False, include_url=False)  # type: ignore[attr-defined]
-        told = "; ".join(f"{'.'.join(map(str, one['loc'])) or kind.__name__}: {one['msg']}" for one in problems)
+        problems: Any = error.errors(include_input=False, include_url=False, include_context=False)  # type: ignore[attr-defined]
+        told = "; ".join(f"{_outermost(one['loc']) or kind.__name__}: {one['type']}" for one in problems)
     except Exception:
         told = type(error).__name__
     return f"not a {kind.__name__}: {told}"
+
+
+def _outermost(location: Sequence[object]) -> str:
+    """Return the field of a location, without what lies in it: the keys of a mapping are values too."""
+    if not location:
+        return ""
+    name = str(location[0])
+    return (name if _NAME.fullmatch(name) else "(a field)") + ("…" if len(location) > 1 else "")
 
 
 def _refuse_foreign(kind: type) -> dict[str, Any]:
@@ -253,12 +267,15 @@ def _reader(hint: Any) -> Callable[[bytes], Any]:
     return msgspec.json.Decoder(hint, dec_hook=_decode_foreign).decode
 
 
-#: msgspec repeats a value that is none of an enum's; the value may be a secret.
-_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?(?= - at `|$)", re.DOTALL)
+#: msgspec repeats a value that is none of an enum's; the value may be a secret, and say anything up to its end.
+_VALUE = re.compile(r"(Invalid (?:enum )?value) .*(?= - at `\$)|(Invalid (?:enum )?value) .*", re.DOTALL)
+#: And the name of an argument that there is none for, which is the sender's to choose.
+_UNKNOWN = re.compile(r"(?<=unknown field `).*(?=`)", re.DOTALL)
 
 
 def _wrong_argument(error: Exception) -> DecodeError:
-    text = _VALUE.sub(r"\1", str(error))
+    text = _VALUE.sub(lambda found: found[1] or found[2], str(error))
+    text = _UNKNOWN.sub(lambda found: found[0] if _NAME.fullmatch(found[0]) else "(not a name)", text)
     found = re.search(r"`\$\.?([^`]*)`", text) or re.search(r"field `([^`]*)`", text)
     return DecodeError((found.group(1) if found else "") or "payload_inline", text)
 

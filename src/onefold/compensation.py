@@ -40,7 +40,7 @@ def undoing(lease: Lease, cause: Failure, journal: Journal | None = None, *, del
     It is claimed again at once, because what it waits for has come, and whoever claims it undoes it.
     """
     logger.warning(
-        "saga_undone run_id=%s message_type=%s error=%s", lease.id, lease.envelope.message_type, cause.error_message
+        "saga_undone run_id=%s message_type=%s error=%s", lease.id, lease.envelope.message_type, cause.error_type
     )
     line = Step(undo_line(lease.replay_count), StepKind.UNDO, encode(cause))
     pending, sends, notes = ([], [], []) if journal is None else (journal.take_pending(), journal.sends, journal.notes)
@@ -104,7 +104,7 @@ def _is_stuck(line: Step) -> bool:
 
 def _stuck(lease: Lease, lines: Sequence[Step], name: str, failure: Failure) -> Parked:
     """Return the outcome of a saga that cannot be undone until a person acts; then that undo is tried anew."""
-    logger.error("saga_stuck run_id=%s undo=%s error=%s", lease.id, name, failure.error_message)
+    logger.error("saga_stuck run_id=%s undo=%s error=%s", lease.id, name, failure.error_type)
     failure = msgspec.structs.replace(failure, reason="stuck")
     line = Step(f"{name}!{sum(map(_is_stuck, lines))}", StepKind.STUCK, encode(failure))
     return Parked(None, lease.wake, awaits=0, failure=failure, steps=(line,))

@@ -105,13 +105,18 @@ class TransportVerbs(EventVerbs):
         ]
 
     @asynccontextmanager
-    async def _open_transports(self) -> AsyncIterator[None]:
-        """Have the brokers looked at before anything is claimed; one that is away is tried again by who needs it."""
+    async def _open_transports(self, *, refuse: bool) -> AsyncIterator[None]:
+        """Have the brokers looked at before anything is claimed; one that is away is tried again when it is needed.
+
+        One that must not be used raises ``ConfigurationError`` if ``refuse``, and counts as away otherwise.
+        """
         try:
             for transport in self._registry.transports:
                 try:
                     await transport.open()
-                except TransportError as error:
+                except (TransportError, ConfigurationError) as error:
+                    if refuse and isinstance(error, ConfigurationError):
+                        raise
                     logger.warning("transport_failed doing=open error=%s", error)
             yield
         finally:

@@ -42,6 +42,7 @@ class Context(Work):
         held_until: Callable[[], int],
         step: StepScope | None = None,
         *,
+        origin: str,
         unkeyed: int = 0,
         bearer: Bearer | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class Context(Work):
         self._ledger = None if step is None else step.ledger
         self._held_until = held_until
         self._bearer = bearer
+        self._origin = origin
 
     @property
     def idempotency_key(self) -> str:
@@ -87,9 +89,12 @@ class Context(Work):
         return to_datetime(self._held_until())
 
     def upstream_key(self, effect: str) -> str:
-        """Return a key for an outside provider: the same on every retry and redrive of this work."""
+        """Return a key for an outside provider: the same on every retry and redrive of this work.
+
+        No other work has it, in this database or in another one.
+        """
         work = self.idempotency_key if self._scope is None else f"{self.idempotency_key}/{self._scope.work}"
-        return upstream_key(self.message.scope, work, effect)
+        return upstream_key(self._origin, self.message.scope, work, effect)
 
     async def once(
         self,

@@ -31,6 +31,9 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     beat_seconds: float
     verbose: bool
+    #: Another process of this supervisor was ready before it: a broker that must not be used now is waited for, as in
+    #: that one, and does not keep this one from starting.
+    follows: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

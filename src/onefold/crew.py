@@ -83,6 +83,7 @@ class Crew:
         self._roll = Roll(store, clock)
         self._lives: set[asyncio.Task[None]] = set()
         self._settled_before = 0
+        self._was_ready = False
         self._entered: set[str] = set()
         self._entered_at = 0
         self.processes: dict[str, WorkerProcess] = {}
@@ -131,6 +132,7 @@ class Crew:
             capacity=self._capacity(lane),
             beat_seconds=settings.tick_seconds,
             verbose=settings.verbose,
+            follows=self._was_ready or any(one.ready.is_set() for one in self.processes.values()),
         )
 
     def _capacity(self, lane: Lane) -> int:
@@ -152,29 +154,33 @@ class Crew:
 
     def _count_start(self, process: WorkerProcess) -> None:
         if process.ready.is_set():
-            self.false_starts, self.failure = 0, None
+            self.false_starts, self.failure, self._was_ready = 0, None, True
         elif not process.leaving:
             said = process.failure or Failed(f"the process {process.ending()}", process.stacks(), later=False)
             # The store being away is no fault of the app: it comes back.
             self.false_starts += not said.later
             self.failure = said
-            logger.warning("worker_not_started worker=%s reason=%s", process.name, said.reason)
+            # Of an error that is not onefold's own only the type: its text may hold anything.
+            reason = said.reason.partition(":")[0] if said.stack else said.reason
+            logger.warning("worker_not_started worker=%s reason=%s", process.name, reason)
 
     # dying
 
     async def _bury(self, process: WorkerProcess) -> None:
         death = self._death(process)
         if process.stopped is None and process.ready.is_set():
-            logger.error("worker_died worker=%s how=%r guilty=%d", process.name, process.ending(), len(death.guilty))
+            logger.error("worker_died worker=%s how=%s guilty=%d", process.name, process.ending(), len(death.guilty))
         give_up_at = self._clock.steady() + round(self._settings.lease_seconds * MICROSECONDS)
         pause = _BACK_OFF_SECONDS
         while True:
             try:
-                if await custody.bury(self._store, death, self._key_window, self._announce):
-                    self.changed.set()
-                await self._roll.strike(process.name)
+                # A store call may wait for a lock that another call of ours holds while its COMMIT waits.
+                async with asyncio.timeout(self._settings.lease_seconds):
+                    if await custody.bury(self._store, death, self._key_window, self._announce):
+                        self.changed.set()
+                    await self._roll.strike(process.name)
                 break
-            except StoreError as error:
+            except (StoreError, TimeoutError) as error:
                 logger.warning("store_failed doing=bury worker=%s error=%s", process.name, error)
                 if self.in_haste or self._clock.steady() >= give_up_at:
                     break  # its leases run out, which is as good, only later

@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.context import Context
+from onefold.envelope import derived_key
 from onefold.errors import ConfigurationError, Snooze, StoreUnavailableError, seconds
 from onefold.identity import KeySource, from_source
 from onefold.store import Store
@@ -105,8 +106,9 @@ class Debounced(Generic[P]):
         if self.carrier is None:
             raise ConfigurationError(f"{self.task.name}: nothing carries its triggers; make it with app.debounce()")
         delay = (pending.due_at - now) / MICROSECONDS
-        options = self.carrier.options(key=f"{name}@{to_datetime(now).isoformat()}", delay=delay, subject=name)
-        return self._prepare(options.call(name), None, 0)[0]
+        call = self.carrier.options(delay=delay, subject=name).call(name)
+        key = derived_key("debounce", f"{name}@{to_datetime(now).isoformat()}")
+        return self._prepare(msgspec.structs.replace(call, key=key), None, 0)[0]
 
     async def carry(self, ctx: Context, name: str) -> None:
         """Send what was triggered if its time has come; the handler of the carrier."""

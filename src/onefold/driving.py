@@ -50,7 +50,7 @@ async def drive(workflow: Workflow[Any, Any], hold: Hold, tools: Tools, refusal:
         return await _forward(workflow, SagaRun(stretch), stretch)
     outcome = await _follow(workflow, Run(stretch), stretch)
     if isinstance(outcome, Dead):
-        error = outcome.failure.error_message
+        error = outcome.failure.error_type
         logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
     return outcome
 

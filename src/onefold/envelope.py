@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,8 +26,37 @@ ENVELOPE_VERSION = 1
 UNKEYED = "unkeyed:"
 #: Begins the key of a message that a schedule put, so that no user's key can stand in its way.
 SCHEDULED = "(schedule) "
+#: Begins keys and ids of signals that are made from those of another message: a sender that took one first would
+#: suppress what they stand for, or have it fail.
+DERIVED = "derived:"
+
+#: What the key of a sender cannot begin with, and what each of these marks.
+_RESERVED = {
+    UNKEYED: "messages without a key",
+    SCHEDULED: "messages of a schedule",
+    DERIVED: "messages and signals that others have caused",
+}
+_PREFIXES = tuple(_RESERVED)
 
 _TYPE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def derived_key(kind: Literal["child", "event", "dead", "batch", "debounce", "refused", "signal"], name: str) -> str:
+    """Return the key of what is made from another message: the same whenever it is made again, and no sender's."""
+    return f"{DERIVED}{kind}/{name}"
+
+
+def is_reserved(key: str) -> bool:
+    """Whether a key was given by onefold, and not by a sender."""
+    return key.startswith(_PREFIXES)
+
+
+def refuse_reserved(field: str, key: str) -> str:
+    """Refuse a sender's key, or id of a signal, that only onefold gives; return it otherwise."""
+    if key.startswith(_PREFIXES):
+        prefix = next(prefix for prefix in _PREFIXES if key.startswith(prefix))
+        raise EnvelopeError(field, f"begins with {prefix!r}, which marks {_RESERVED[prefix]}; let it begin otherwise")
+    return key
 
 
 class Occurrence(msgspec.Struct, frozen=True, gc=False):
@@ -180,6 +209,12 @@ def check(envelope: Envelope) -> Envelope:
     return e
 
 
+def check_sequence(sequence: int) -> None:
+    """Refuse a number in a line that some reader could not keep exactly, or a store not compare with the next."""
+    if type(sequence) is not int or not 0 <= sequence <= limits.SEQUENCE_MAX:
+        raise EnvelopeError("sequence", f"is {sequence!r}; whole numbers from 0 to {limits.SEQUENCE_MAX} are allowed")
+
+
 def _check_seldom(e: Envelope) -> None:
     for field, text, most in (
         ("deduplication_key", e.deduplication_key, limits.KEY_BYTES_MAX),
@@ -191,8 +226,8 @@ def _check_seldom(e: Envelope) -> None:
     ):
         if text is not None:
             limits.check_bytes(field, text, most)
-    if e.sequence is not None and not 0 <= e.sequence <= limits.INTEGER_MAX:
-        raise EnvelopeError("sequence", f"is {e.sequence}; 0 to {limits.INTEGER_MAX} are allowed")
+    if e.sequence is not None:
+        check_sequence(e.sequence)
     if not 0 <= e.priority <= limits.PRIORITY_MAX:
         raise EnvelopeError("priority", f"is {e.priority}; 0 to {limits.PRIORITY_MAX} are allowed")
     if e.occurrence is not None:

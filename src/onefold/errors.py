@@ -4,16 +4,23 @@
 
     OnefoldError                     base of all
     ├── ConfigurationError           wrong before anything ran; the message names the remedy
-    │   └── SchemaError              migrations missing, foreign or from the future
+    │   ├── SchemaError              migrations missing, foreign or from the future
+    │   └── SecondLibraryError       two SQLite libraries of one process on one file
     ├── EnvelopeError                a message that may not travel; names the field
     │   ├── DecodeError              bytes that cannot be read; a retry would not help
+    │   ├── KeyMismatchError         from a broker with another key than its task makes of its arguments
     │   └── LimitError               larger, longer, deeper or more than allowed; names the limit
     ├── KeyReuseError                the same key was sent with another payload
     ├── StoreError                   the store refused
     │   ├── StoreUnavailableError    it may work later; nothing was half-written
-    │   │   └── CommitUnknownError   all of the transaction happened, or nothing; nobody can be asked which
+    │   │   ├── CommitUnknownError   all of the transaction happened, or nothing; nobody can be asked which
+    │   │   ├── StoreConflictError   another transaction wanted the same rows in another order, and this one lost
+    │   │   └── SessionLostError     the session ended under the caller's own statement; nothing was written
+    │   ├── StoreReplacedError       the database file was moved or replaced under the running store
     │   ├── LeaseLostError           somebody else owns the message now; nothing was written
-    │   └── TransactionOpenError     this verb would commit apart from the open transaction
+    │   ├── TransactionOpenError     this would commit apart from the open transaction, or end it
+    │   ├── TransactionEndedError    the code inside a transaction ended it by itself; a part may be committed
+    │   └── ReadTooLongError         a read of the caller's took longer than it may, and was interrupted
     ├── TransportError               a broker refused
     │   └── TransportUnavailableError  it may work later; what was to be published may be published
     ├── HandlerError                 a handler broke its contract
@@ -27,6 +34,7 @@
     ├── DeadError                    the awaited message is a dead letter; carries the failure
     │   └── SagaError                the awaited saga failed and was undone
     ├── CancelledMessageError        the awaited message was cancelled or discarded
+    ├── RetentionOverError           a dead letter was kept for too long to be redriven
     └── ResultTimeoutError           no outcome came in the time given
 
     Retry(after=…)    try again later, counted as an attempt
@@ -41,6 +49,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import SupportsFloat
 
 
 class OnefoldError(Exception):
@@ -53,6 +62,10 @@ class ConfigurationError(OnefoldError):
 
 class SchemaError(ConfigurationError):
     """The database is not one this version may write to; the message names the command or the remedy."""
+
+
+class SecondLibraryError(ConfigurationError):
+    """A second SQLite library of this process was kept away from a database file; the message names the remedy."""
 
 
 class EnvelopeError(OnefoldError):
@@ -70,6 +83,19 @@ class DecodeError(EnvelopeError):
 
 class LimitError(EnvelopeError):
     """A limit was passed; the message names the field, the limit and the remedy."""
+
+
+class KeyMismatchError(EnvelopeError):
+    """A message from a broker has another key than its task makes from its arguments."""
+
+    def __init__(self, message_type: str, key: str, made: str) -> None:
+        super().__init__(
+            "idempotency_key",
+            f"is {key!r}, but {message_type} makes {made!r} from these arguments; send that, or the message's id",
+        )
+        self.message_type = message_type
+        self.key = key
+        self.made = made
 
 
 class KeyReuseError(OnefoldError):
@@ -97,12 +123,39 @@ class CommitUnknownError(StoreUnavailableError):
     """The connection was lost during COMMIT, and the store cannot be asked what became of it: all of it, or nothing."""
 
 
+class StoreReplacedError(StoreError):
+    """The database file, or its log, is not the one that was opened; what was written last may be lost."""
+
+
+class StoreConflictError(StoreUnavailableError):
+    """Another transaction wanted the same rows in another order, and this one lost.  Nothing was written."""
+
+
+class SessionLostError(StoreUnavailableError):
+    """The database session ended while a statement of the caller's own ran.  Nothing was committed.
+
+    The server may have restarted, or the statement may have ended its session: a message whose statements do so again
+    and again is quarantined, as one that kills its process.
+    """
+
+
 class LeaseLostError(StoreError):
     """The lease was taken over; everything in this transaction was rolled back."""
 
 
 class TransactionOpenError(StoreError):
-    """A verb that commits by itself was used while the handler's transaction is open."""
+    """Something that commits by itself, or would end the transaction, was used while one is open; it was not done."""
+
+
+class TransactionEndedError(StoreError):
+    """The code inside a transaction ended it by itself, so that a part of it may be committed without the rest.
+
+    A handler's message becomes a dead letter at once: another run would repeat what was committed.
+    """
+
+
+class ReadTooLongError(StoreError):
+    """A read of the caller's took longer than it may on SQLite, and was interrupted."""
 
 
 class TransportError(OnefoldError):
@@ -194,6 +247,15 @@ class CancelledMessageError(OnefoldError):
     """The awaited message was cancelled or discarded, so it has no result."""
 
 
+class RetentionOverError(OnefoldError):
+    """A dead letter cannot be redriven any more: its time is over; nothing was changed."""
+
+    def __init__(self, message_id: str, until: str | None) -> None:
+        told = "its body is no longer kept" if until is None else f"it could be redriven until {until}"
+        super().__init__(f"dead letter {message_id}: {told}; discard it and send it anew")
+        self.message_id = message_id
+
+
 class ResultTimeoutError(OnefoldError):
     """The awaited message had no outcome in the time given; it is still alive."""
 
@@ -220,9 +282,14 @@ class Reject(Exception):  # noqa: N818 - an instruction, not an error
     """Raised by a handler: this message can never succeed; make it a dead letter now."""
 
 
-def seconds(duration: timedelta | float) -> float:
-    """Turn a duration as users write it into seconds; negative ones are refused."""
+def seconds(duration: timedelta | float, name: str = "a duration") -> float:
+    """Turn a duration as users write it into seconds; negative ones, texts and truth values are refused."""
+    if isinstance(duration, bool) or not isinstance(duration, SupportsFloat | timedelta):
+        kind = type(duration).__name__
+        raise ConfigurationError(
+            f"{name} is a {kind}; write a number of seconds, or a timedelta such as timedelta(days=1)"
+        )
     value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
     if not 0 <= value < math.inf:
-        raise ConfigurationError(f"a duration must be finite and not negative, not {duration!r}")
+        raise ConfigurationError(f"{name} must be finite and not negative, not {duration!r}")
     return value

@@ -24,7 +24,14 @@ from onefold.clock import Clock
 from onefold.compensation import undoing
 from onefold.context import Context
 from onefold.driving import drive
-from onefold.errors import HandlerError, LeaseLostError, SequenceGapError, StoreUnavailableError
+from onefold.errors import (
+    HandlerError,
+    LeaseLostError,
+    SequenceGapError,
+    SessionLostError,
+    StoreUnavailableError,
+    TransactionEndedError,
+)
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, deadline_of, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
@@ -32,7 +39,7 @@ from onefold.isolation import CrashedError, DecidedError, Processes, judge
 from onefold.progress import Pulse
 from onefold.refusing import refuse
 from onefold.registry import Registry
-from onefold.retry import decide
+from onefold.retry import blame, decide
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, HandBack, Lease, Outcome, Store
 from onefold.stretch import until_a_person_acts
@@ -69,6 +76,8 @@ class Execution:
     clock: Clock
     chance: random.Random
     prepare: Prepare
+    #: Where keys for outside providers come from.
+    origin: str
     middleware: Sequence[Middleware] = ()
     resources: Any = None
     #: A message with which so many workers died does not run again.
@@ -81,7 +90,9 @@ class Execution:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self._tools = Tools(self.store, self.clock, self.chance, self.prepare, self.resources, self.middleware)
+        self._tools = Tools(
+            self.store, self.clock, self.chance, self.prepare, self.origin, self.resources, self.middleware
+        )
 
     async def __aenter__(self) -> Execution:
         self._stack.enter_context(watched())
@@ -112,7 +123,7 @@ class Execution:
         if refusal is not None:
             return refusal
         held_until = partial(deadline_of, hold, self.clock)
-        context = Context(lease, self.store, self.prepare, self.resources, held_until, bearer=hold)
+        context = Context(lease, self.store, self.prepare, self.resources, held_until, bearer=hold, origin=self.origin)
         if task.beat_seconds is not None:
             # Its beginning is the first sign of life, so that one which never gives another is seen to stall.
             hold.pulse = Pulse(self.clock.steady())
@@ -138,7 +149,7 @@ class Execution:
             context.close()
             # Most have nothing to be taken back, and need not wait for it.
             if context.tasks or context.in_transaction or is_cancelled(hold) or isinstance(error, LeaseLostError):
-                await self._undo(context, error, (hold,))
+                error = await self._undo(context, error, (hold,))
             if context.uncertain is not None:
                 return until_a_person_acts(lease, context.uncertain)
             return self._decide(task, lease, error)
@@ -183,7 +194,7 @@ class Execution:
             except Exception as error:
                 settled.append((lease, self._decide(task, lease, error)))
             else:
-                items.append(Item(lease, value, task.signature.encode_result, hold))
+                items.append(Item(lease, value, task.signature.encode_result, hold, origin=self.origin))
         return settled + (await self._run_items(task, items, holds) if items else [])
 
     async def _run_items(self, task: Task[Any, Any], items: list[Item[Any]], holds: Sequence[Hold]) -> Settlements:
@@ -201,9 +212,10 @@ class Execution:
             return []
         except BaseException as error:
             undone = batch.needs_transaction
-            await self._undo(batch, error, holds)
-            if undone and all(isinstance(item.verdict, bytes) for item in items):
-                # Nobody else is to blame; were they all handed back, it would go on like this for ever.
+            error = await self._undo(batch, error, holds)
+            ended = isinstance(error, TransactionEndedError)
+            if ended or (undone and all(isinstance(item.verdict, bytes) for item in items)):
+                # Nothing else is to blame; were they all handed back, it would go on like this for ever.
                 return [(item.lease, self._decide(task, item.lease, error)) for item in items]
             return [(item.lease, self._judge(task, item, error, undone=undone)) for item in items]
         finally:
@@ -247,17 +259,21 @@ class Execution:
             self._late.add(late)
             late.add_done_callback(self._late.discard)
 
-    async def _undo(self, work: Work, error: BaseException, holds: Sequence[Hold]) -> None:
-        """Take back what a failed handler did; raises when there is nothing to be decided about its message."""
+    async def _undo(self, work: Work, error: BaseException, holds: Sequence[Hold]) -> BaseException:
+        """Take back what a failed handler did and return what its failure means.
+
+        Raises when there is nothing to be decided about its message.
+        """
         work.close()
         if work.tasks:
             await end_strays(work)
         if work.in_transaction:
-            await work.roll_back(error)
+            error = await work.roll_back(error)
         await raise_if_stopped(holds, error)
+        return error
 
     def _decide(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
-        if isinstance(error, StoreUnavailableError):
+        if isinstance(error, StoreUnavailableError) and not isinstance(error, SessionLostError):
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         if isinstance(error, BusyError):
             logger.warning("busy message_id=%s message_type=%s error=%s", lease.id, task.name, error)
@@ -271,6 +287,8 @@ class Execution:
             outcome, kind = error.outcome, error.error
         elif isinstance(error, CrashedError):
             outcome, kind = judge(task.retry, lease, error, self.chance), "Crash"
+        elif isinstance(error, SessionLostError):
+            outcome = blame(lease, error, self.quarantine_after, delay=UNAVAILABLE_SECONDS)
         else:
             outcome = decide(task.retry, lease, error, now=self.clock.now(), chance=self.chance)
         if isinstance(outcome, Again):

@@ -52,6 +52,8 @@ class Run(_Frame, frozen=True):
     #: Unkeyed messages that were sent before, by what wraps the handler.
     unkeyed: int
     deadline: int
+    #: Where keys for outside providers come from.
+    origin: str
 
 
 class Begun(_Frame, frozen=True):

@@ -8,13 +8,16 @@ Both answer 200 or 503, and the same JSON says why.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import errno
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from onefold.clock import MICROSECONDS, Clock
+from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.errors import ConfigurationError
 from onefold.process import WorkerProcess
 from onefold.store import Lane
@@ -22,9 +25,18 @@ from onefold.supervisor import Supervisor
 
 #: Everything must have been seen to be well within this time.
 FRESH_SECONDS = 30.0
-#: A request is a line and a few headers; whoever sends more, or more slowly, is not asking about health.
+#: A request is a line and a few headers; a client that sends more, or more slowly, is not asking about health.
 _REQUEST_BYTES_MAX = 8_192
 _REQUEST_SECONDS_MAX = 5.0
+#: Connections that are open at once, far fewer than a process has descriptors: it needs a handful of those for each
+#: worker process that it starts.  A probe is answered within milliseconds, so more are idle or hostile.
+_CONNECTIONS_MAX = 16
+#: After an accept that failed, for want of descriptors of the whole machine for instance.
+_ACCEPT_PAUSE_SECONDS = 0.5
+#: What is wrong with connections is logged this often at most, with how many there were.
+_LOG_SECONDS = 60.0
+
+logger = logging.getLogger("onefold")
 
 
 class Health:
@@ -79,22 +91,16 @@ class Health:
     @asynccontextmanager
     async def serve(self, address: str) -> AsyncIterator[str]:
         """Answer at ``HOST:PORT`` for the length of the block; yields where, since port 0 means any."""
-        host, port = parse_address(address)
-        try:
-            server = await asyncio.start_server(self._answer, host, port, limit=_REQUEST_BYTES_MAX)
-        except OSError as error:
-            raise ConfigurationError(f"health: cannot listen at {address}: {error}") from error
-        async with server:
-            bound = server.sockets[0].getsockname()
+        async with AsyncExitStack() as stack:
+            listeners = await _listen(address)
+            for listener in listeners:
+                stack.callback(listener.close)
+            door = _Door(self._response, self._clock)
+            stack.push_async_callback(door.shut)
+            for listener in listeners:
+                door.open(listener)
+            bound = listeners[0].getsockname()
             yield f"{bound[0]}:{bound[1]}"
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(_REQUEST_SECONDS_MAX):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._response(head))
-                await writer.drain()
-        writer.close()
 
     def _response(self, head: bytes) -> bytes:
         method, path, *_ = [*head.split(b"\r\n", 1)[0].split(b" "), b"", b""]
@@ -106,6 +112,95 @@ class Health:
         report = self.report()
         well = report["live" if path == b"/live" else "ready"]
         return _http(200 if well else 503, report, body=method == b"GET")
+
+
+class _Door:
+    """Lets connections in, so many at once; when there are more, the one that has been open longest is closed.
+
+    Not ``asyncio.start_server``: that accepts without a bound, and when descriptors run out it logs a traceback for
+    every connection, thousands in a second.
+    """
+
+    def __init__(self, respond: Callable[[bytes], bytes], clock: Clock) -> None:
+        self._respond = respond
+        self._clock = clock
+        self._accepting: list[asyncio.Task[None]] = []
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._closed_early = 0
+        self._log_again_at = 0
+
+    def open(self, listener: socket.socket) -> None:
+        """Accept connections of a listening socket from now on."""
+        self._accepting.append(asyncio.create_task(self._accept(listener), name="onefold-health"))
+
+    async def shut(self) -> None:
+        """Accept no more, and close those that are open."""
+        tasks = [*self._accepting, *self._open]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                self._tell("health_not_accepting error=%s", errno.errorcode.get(error.errno or 0, "OSError"))
+                await self._clock.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            if len(self._open) >= _CONNECTIONS_MAX:
+                self._closed_early += 1
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                oldest.cancel()
+                self._tell("health_crowded most=%d closed=%d", _CONNECTIONS_MAX, self._closed_early)
+            task = asyncio.create_task(self._answer(connection))
+            self._open[task] = None
+            task.add_done_callback(lambda done: self._open.pop(done, None))
+            # So that one that was cancelled closes its descriptor before the next connection is accepted.
+            await give_way()
+
+    async def _answer(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        head = b""
+        with connection, suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_REQUEST_SECONDS_MAX):
+                while b"\r\n\r\n" not in head:
+                    part = await loop.sock_recv(connection, _REQUEST_BYTES_MAX)
+                    head += part
+                    if not part or len(head) > _REQUEST_BYTES_MAX:
+                        return
+                await loop.sock_sendall(connection, self._respond(head))
+
+    def _tell(self, text: str, *values: object) -> None:
+        now = self._clock.steady()
+        if now >= self._log_again_at:
+            self._log_again_at = now + round(_LOG_SECONDS * MICROSECONDS)
+            logger.warning(text, *values)
+
+
+async def _listen(address: str) -> list[socket.socket]:
+    """Return a listening socket for every address that a host has, as ``localhost`` may have two."""
+    host, port = parse_address(address)
+    listeners: list[socket.socket] = []
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, where in dict.fromkeys((one[0], one[4]) for one in found):
+            try:
+                listener = socket.create_server(where[:2], family=family, backlog=_CONNECTIONS_MAX)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                continue
+            listener.setblocking(False)
+            listeners.append(listener)
+        if not listeners:
+            raise OSError(errno.EADDRNOTAVAIL, "no address of this machine")
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise ConfigurationError(f"health: cannot listen at {address}: {error}") from error
+    return listeners
 
 
 _PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}

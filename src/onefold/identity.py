@@ -192,13 +192,11 @@ def _sample(hint: Any) -> Any:
     raise TypeError(f"no example of {hint!r}")
 
 
-def derived_key(parent_id: str, index: int) -> str:
-    """Name the n-th unkeyed message of a handler: the same on every retry and redrive of its parent."""
-    return f"{parent_id}/{index}"
+def upstream_key(origin: str, scope: str, idempotency_key: str, effect: str) -> str:
+    """Name one effect of a message at an outside provider: the same on every retry, redrive and second send.
 
-
-def upstream_key(scope: str, idempotency_key: str, effect: str) -> str:
-    """Name one effect of a message at an outside provider: the same on every retry, redrive and second send."""
+    ``origin`` is the database and the app, so that two of them never share a key; see ``onefold.origin``.
+    """
     limits.check_name("effect", effect)
-    digest = blake2b(f"{scope}\0{idempotency_key}".encode(), digest_size=16).hexdigest()
+    digest = blake2b(f"{origin}\0{scope}\0{idempotency_key}".encode(), digest_size=16).hexdigest()
     return f"onefold-{effect}-{digest}"

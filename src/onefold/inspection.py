@@ -5,6 +5,7 @@ The command line, the dashboard and user code all go through here, so every act 
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,8 +18,9 @@ from onefold.cancelling import take_back
 from onefold.chronicle import Chronicle, make_head
 from onefold.clock import MICROSECONDS, first_id, to_datetime
 from onefold.envelope import to_json
-from onefold.errors import ConfigurationError, StoreError
+from onefold.errors import ConfigurationError, RetentionOverError, StoreError
 from onefold.fleet import workers
+from onefold.origin import renew_identity
 from onefold.receipt import COMPENSATED
 from onefold.scribe import make_chronicle, sent_ids
 from onefold.store import Act, Attempt, Failure, Query, Record, State, Store
@@ -59,6 +61,10 @@ class DeadLetter:
         self.replay_count = record.replay_count
         self.crashes = record.crashes
         self.failed_at = None if record.ended_at is None else to_datetime(record.ended_at)
+        #: Until when it can be redriven; None when it cannot any more.
+        self.redrive_until = None if record.redrive_until is None else to_datetime(record.redrive_until)
+        #: Until when its key is taken: a send with it is a duplicate of this letter.
+        self.kept_until = None if record.kept_until is None else to_datetime(record.kept_until)
         self._record = record
         self._store = store
 
@@ -69,7 +75,8 @@ class DeadLetter:
     async def redrive(self, *, actor: str, reason: str) -> bool:
         """Let it run again with the same key and a full set of attempts.
 
-        True when this call reopened it; False when somebody else had, or its body is no longer kept.
+        True when this call reopened it; False when another call had.  Raises ``RetentionOverError`` after
+        ``redrive_until``, whether or not a purge has come by.
         A crash before it returns leaves it either dead or reopened, never both.
         """
         return bool(await redrive(self._store, [self.id], actor=actor, reason=reason))
@@ -104,7 +111,8 @@ class DeadLetter:
             "crashes": record.crashes,
             "replay_count": record.replay_count,
             "failed_at": None if self.failed_at is None else self.failed_at.isoformat(),
-            "kept_until": None if record.kept_until is None else to_datetime(record.kept_until).isoformat(),
+            "redrive_until": _written(record.redrive_until),
+            "kept_until": _written(record.kept_until),
             "source_queue": message.queue,
             "consumer": message.scope,
             "original_timestamp": to_datetime(message.created_at).isoformat(),
@@ -113,6 +121,10 @@ class DeadLetter:
 
     def __repr__(self) -> str:
         return f"<dead letter {self.id} {self.message.message_type} ({self.failure.reason})>"
+
+
+def _written(instant: int | None) -> str | None:
+    return None if instant is None else to_datetime(instant).isoformat()
 
 
 async def dead_letters(
@@ -158,16 +170,27 @@ async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) 
     """Reopen dead letters, all in one commit; returns those that were reopened by this call.
 
     A saga that was undone is not reopened: restart it from a step, or discard it and send it anew.
+    Raises ``RetentionOverError`` when none was reopened and some were dead for too long.
     """
     _check_number(ids)
-    return await _move(store, await _without_undone(store, ids), State.SCHEDULED, actor=actor, reason=reason)
+    letters = await _letters(store, ids)
+    # Run again, a saga of which nothing is left would find itself undone.
+    undone = {one.envelope.id for one in letters if one.failure is not None and one.failure.reason == COMPENSATED}
+    open_ids = [id_ for id_ in ids if id_ not in undone]
+    moved = await _move(store, open_ids, State.SCHEDULED, actor=actor, reason=reason)
+    if not moved:
+        _refuse_late([one for one in await _letters(store, open_ids) if one in letters])
+    return moved
 
 
-async def _without_undone(store: Store, ids: Sequence[str]) -> list[str]:
-    """Leave out sagas of which nothing is left: run again, they would find themselves undone."""
-    found = await store.find(Query(ids=tuple(ids), states=(State.DEAD,), limit=limits.REDRIVE_MAX)) if ids else []
-    undone = {one.envelope.id for one in found if one.failure is not None and one.failure.reason == COMPENSATED}
-    return [id_ for id_ in ids if id_ not in undone]
+async def _letters(store: Store, ids: Sequence[str]) -> list[Record]:
+    return await store.find(Query(ids=tuple(ids), states=(State.DEAD,), limit=limits.REDRIVE_MAX)) if ids else []
+
+
+def _refuse_late(letters: Sequence[Record]) -> None:
+    """Say why letters that are dead before and after could not be reopened."""
+    for one in letters:
+        raise RetentionOverError(one.envelope.id, _written(one.redrive_until))
 
 
 async def discard(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
@@ -261,15 +284,18 @@ class _Reader:
         return make_chronicle(record, steps, await self._store.attempts(id_), sent, now=self._now)
 
 
-async def restored(store: Store, *, actor: str, reason: str, at: int) -> int:
+async def restored(store: Store, *, actor: str, reason: str, at: int, renew: random.Random | None = None) -> int:
     """Shut out every worker from before a restore from backup, and keep who said so; returns how many leases ended.
 
+    With ``renew`` the database is a copy beside its original, and gets an identity of its own, drawn from that.
     A crash in the middle leaves the note and perhaps not the deed; doing it twice is harmless.
     """
     act = make_act(actor, reason)
-    note = msgspec.json.encode({"actor": act.actor, "reason": act.reason})
+    note = {"actor": act.actor, "reason": act.reason, **({} if renew is None else {"new_identity": True})}
     async with store.transaction() as transaction:
-        await transaction.register("restored", to_datetime(at).isoformat(), note, version=0)
+        await transaction.register("restored", to_datetime(at).isoformat(), msgspec.json.encode(note), version=0)
+    if renew is not None:
+        await renew_identity(store, renew)
     return await store.restored()
 
 

@@ -94,6 +94,7 @@ class _Process:
             self._resources[app],
             lambda: self._line.deadline,
             unkeyed=run.unkeyed,
+            origin=run.origin,
         )
         token = current.set(context)
         try:
@@ -178,7 +179,7 @@ class _Remote:
         self._line = line
 
     @contextlib.asynccontextmanager
-    async def transaction(self) -> AsyncIterator[_Remote]:
+    async def transaction(self, *, seconds: float | None = None) -> AsyncIterator[_Remote]:
         """The transaction itself is the worker's: it begins with the first statement there, and is ended there."""
         yield self
 

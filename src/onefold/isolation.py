@@ -141,7 +141,7 @@ async def _within_its_time(task: Task[Any, Any], run: Awaitable[Returned | Faile
 
 def _run_frame(task: Task[Any, Any], context: Context) -> Run:
     lease, unkeyed = context.leases[0], context.buffer.unkeyed
-    return Run(task.function.__module__, task.name, lease, unkeyed, to_instant(context.deadline))
+    return Run(task.function.__module__, task.name, lease, unkeyed, to_instant(context.deadline), context._origin)
 
 
 async def _answer(context: Context, asked: Asked) -> Answered:

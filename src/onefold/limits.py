@@ -85,6 +85,10 @@ RENEWALS_PER_LEASE = 3
 #: A handler's transaction holds locks, on SQLite the only write lock; longer work belongs before its first write.
 TRANSACTION_SECONDS_MAX = 2.0
 
+#: A read of the caller's on SQLite: other reads of callers in its process wait for it, and while it runs the log of
+#: the file only grows.
+FETCH_SECONDS_MAX = 30.0
+
 #: A handler whose time is up has this long to come to an end; then its thread is abandoned, its process killed.
 HANDLER_GRACE = 2.0
 #: Threads that hang and cannot be ended take memory for ever; beyond this no more are put at risk.
@@ -97,6 +101,8 @@ FRAME_BYTES_MAX = 64 * 1_048_576
 BATCH_DEFAULT = 10
 BATCH_MAX = 100
 
+#: Numbers of an ordered line: exact in every language that reads JSON.
+SEQUENCE_MAX = 2**53 - 1
 #: Numbers that every engine can keep.
 INTEGER_MAX = 2**63 - 1
 SCHEMA_VERSION_MAX = 1_000_000
@@ -108,8 +114,9 @@ DAY = 86_400.0
 RETRY_AFTER_MAX = DAY
 MESSAGE_RETENTION = 7 * DAY
 DEAD_RETENTION = 14 * DAY
-#: An idempotency key outlives the message, its time as a dead letter and two days for a person to act.
-KEY_WINDOW = MESSAGE_RETENTION + DEAD_RETENTION + 2 * DAY
+#: An idempotency key outlives the message and its time as a dead letter by this long, for a person to act.
+KEY_MARGIN = 2 * DAY
+KEY_WINDOW = MESSAGE_RETENTION + DEAD_RETENTION + KEY_MARGIN
 DEDUPLICATION_WINDOW = 3_600.0
 DEDUPLICATION_WINDOW_MIN = 60.0
 DEDUPLICATION_WINDOW_MAX = 30 * DAY
@@ -156,9 +163,18 @@ PROGRESS_MESSAGE_MAX = 500
 CHECKPOINTS_MAX = 1_024
 #: A handler that has reported once and then says nothing for this long is shown as stalled, unless its task says more.
 BEAT_SECONDS = 60.0
-#: Rows removed in one transaction, small enough that nobody waits for it.
+#: Rows of each kind removed in one transaction: about ten milliseconds, for which senders may have to wait.
 PURGE_BATCH = 1_000
+#: What has outlived its time is looked for this often ...
 PURGE_SECONDS = 60.0
+#: A message of a type that a worker does not have is left to others for this long after it has expired.
+EXPIRY_GRACE_SECONDS = 3_600.0
+#: So many of them are claimed and ended in one commit.
+EXPIRY_BATCH = 100
+#: ... and removed batch after batch, which takes at most this part of the time: the rest is for senders and workers.
+PURGE_SHARE_MAX = 0.2
+#: What people did is kept for longer than the messages they did it to: a yearly audit looks back over a whole year.
+ACT_RETENTION = 366 * DAY
 
 #: Text of an error and of its stack that is kept per attempt.
 ERROR_TEXT_MAX = 4_000
@@ -222,6 +238,8 @@ CHAIN_MAX = 1_000
 
 #: Entries of a broker that are taken and put into the store in one commit.
 INTAKE_BATCH = 100
+#: What one pull takes into memory: a whole batch of the largest envelopes; entries that are larger are cut.
+PULL_BYTES_MAX = 16 * 1_048_576
 #: An entry whose worker has not acknowledged it for this long is given to another; putting a batch takes far less.
 INTAKE_LEASE = 30.0
 #: A worker that stops waits for its last pull, so a pull that finds nothing waits no longer than this.

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from onefold import limits
 from onefold.clock import to_instant
-from onefold.envelope import SCHEDULED, UNKEYED
+from onefold.envelope import check_sequence, refuse_reserved
 from onefold.errors import ConfigurationError, seconds
 from onefold.gate import GateOptions, GateSettings, check_priority
 from onefold.identity import KeySource
@@ -105,12 +105,13 @@ def check_options(options: SendOptions) -> SendOptions:
         raise ConfigurationError(f"unknown option {min(unknown)!r}; known: {', '.join(SendOptions.__annotations__)}")
     if "delay" in options and "at" in options:
         raise ConfigurationError("delay and at exclude each other")
-    for name in ("delay", "expires"):
-        if (duration := options.get(name)) is not None:
-            seconds(duration)  # type: ignore[arg-type]
+    if "delay" in options:
+        seconds(options["delay"], "delay")
+    if (expires := options.get("expires")) is not None:
+        seconds(expires, "expires")
     for name in ("key", "subject", "correlation_id", "causation_id", "deduplicate", "ordering_key", "trace"):
         if name in options:
-            limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)  # type: ignore[literal-required]
+            limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)
     if "at" in options:
         try:
             to_instant(options["at"])
@@ -121,23 +122,14 @@ def check_options(options: SendOptions) -> SendOptions:
     if "deduplicate_for" in options:
         limits.check_range(
             "deduplicate_for",
-            seconds(options["deduplicate_for"]),
+            seconds(options["deduplicate_for"], "deduplicate_for"),
             limits.DEDUPLICATION_WINDOW_MIN,
             limits.DEDUPLICATION_WINDOW_MAX,
         )
+    if "sequence" in options:
+        check_sequence(options["sequence"])
     if "priority" in options:
         check_priority(options["priority"])
-    if options.get("key", "").startswith(RESERVED):
-        raise ConfigurationError(f"the key {reserved(options['key'])}")
+    if "key" in options:
+        refuse_reserved("idempotency_key", options["key"])
     return options
-
-
-#: Keys that begin like this are given by onefold itself.
-RESERVED = (UNKEYED, SCHEDULED)
-
-
-def reserved(key: str) -> str:
-    """Say what is wrong with a key that onefold itself might have given."""
-    if key.startswith(UNKEYED):
-        return f"begins with {UNKEYED!r}, which marks messages without a key"
-    return f"begins with {SCHEDULED!r}, which marks messages of a schedule"

@@ -63,6 +63,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status_code: int | None = None
 
 
+def damaged(what: str) -> Failure:
+    """Return the failure of a stored message that cannot be claimed, read or settled as it is."""
+    return Failure(reason="damaged", error_type="Damaged", error_message=what)
+
+
 #: The fence of the first claim: whoever holds it knows that no owner was there before.
 _FIRST_CLAIM = 2
 
@@ -86,6 +91,8 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     gap: bool = False
     #: The journal of a run that was claimed, where the claim has read it; None is to be read when it is needed.
     journal: tuple[Step, ...] | None = None
+    #: What is wrong with the stored message, which then must not run; empty for all that are in order.
+    damage: str = ""
 
     @property
     def id(self) -> str:

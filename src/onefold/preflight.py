@@ -124,7 +124,7 @@ async def _rehearse(
     """Run a workflow against its journal and return what is wrong, if anything."""
     now = app._clock.now()
     lease = Lease(record.envelope, record.fence, 1, 0, record.replay_count, now, "preflight")
-    tools = Tools(app.store, app._clock, app._chance, app._prepare, None)
+    tools = Tools(app.store, app._clock, app._chance, app._prepare, str(app.origin), None)
     if isinstance(workflow, Saga) and cause_of(steps, record.replay_count) is not None:
         return await _rehearse_undo(workflow, lease, tools, steps)
     journal = Journal(lease.id, steps, replay_count=record.replay_count)

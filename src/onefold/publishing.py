@@ -117,7 +117,7 @@ class EventVerbs:
         """Declare a task that is sent a copy of every event of this name: ``@app.on("order.placed")``.
 
         It is a task like any other, with its own queue, retries and dead letters, and takes the event as its one
-        argument.  Each event is one piece of work for it, whose key is the event's id.
+        argument.  Each event is one piece of work for it, whose key is made from the event's id.
         The subscription is made durable when a worker with this code starts.  From then on it is sent every event,
         also while no worker of it runs, until ``unsubscribe`` removes it.
         """

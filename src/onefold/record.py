@@ -33,11 +33,14 @@ class Record(msgspec.Struct, frozen=True):
     replay_count: int
     worker: str | None = None
     ended_at: int | None = None
+    #: Until when its key is taken, and its outcome known.
     kept_until: int | None = None
     result: bytes | None = None
     failure: Failure | None = None
     #: How many sends were duplicates of it by its key; counted when messages are found by their correlation id.
     suppressed: int = 0
+    #: Until when a dead letter can be redriven, which is sooner; None for one whose body is gone.
+    redrive_until: int | None = None
 
     def __repr__(self) -> str:
         # Without payload and result: what is printed or logged is no place for them.
@@ -119,7 +122,7 @@ KEEP = PutOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """Who did something to a message by hand, and why; kept for ever beside it."""
+    """A person's act on a message, and its reason; kept for a year (``limits.ACT_RETENTION``), beyond the message."""
 
     actor: str
     reason: str
@@ -131,11 +134,18 @@ class Purged:
 
     bodies: int = 0
     messages: int = 0
+    keys: int = 0
+    gates: int = 0
+    acts: int = 0
     register: int = 0
 
     @property
     def total(self) -> int:
-        return self.bodies + self.messages + self.register
+        return self.bodies + self.messages + self.keys + self.gates + self.acts + self.register
+
+    def is_full(self, limit: int) -> bool:
+        """Whether as many of one kind were removed as were asked for, so that more may be left."""
+        return max(self.bodies, self.messages, self.keys, self.gates, self.acts, self.register) >= limit
 
 
 @dataclass(frozen=True, slots=True)

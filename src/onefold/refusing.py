@@ -5,32 +5,57 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from onefold.clock import MICROSECONDS
+from onefold.envelope import Envelope
 from onefold.errors import EnvelopeError, SequenceGapError
 from onefold.retry import failure_of
-from onefold.store import Again, Dead, Failure, HandBack, Lease, Outcome
+from onefold.store import Again, Dead, Failure, HandBack, Lease, Outcome, damaged
 from onefold.task import Task
 
 logger = logging.getLogger("onefold")
 
-#: A message from a newer version of the code waits this long for a newer worker.
+#: A message from a newer version of the code waits for a newer worker: first this long, as a deployment goes on ...
 UNSUPPORTED_SECONDS = 30.0
+#: ... then as long again as it has waited, up to this long: one that no worker will ever understand is looked at 180
+#: times in its week, and not 20,000 times.
+UNSUPPORTED_SECONDS_MAX = 3_600.0
 
 
 def refuse(task: Task[Any, Any], lease: Lease, quarantine_after: int) -> Outcome | SequenceGapError | None:
     """Return the outcome of a message that must not run, or the error it has failed with; None if it may."""
     envelope = lease.envelope
+    if lease.damage:
+        return _dead(task, damaged(lease.damage))
     if lease.crashes >= quarantine_after:
-        text = f"its worker died {lease.crashes} times while it may have been running"
+        text = f"its worker died or its session ended {lease.crashes} times while it may have been running"
         return _dead(task, Failure(reason="quarantined", error_type="Crash", error_message=text))
-    if envelope.expires_at and lease.claimed_at >= envelope.expires_at:
-        text = "it was not done within its time; see expires="
-        return _dead(task, Failure(reason="expired", error_type="Expired", error_message=text))
+    if is_expired(envelope, lease.claimed_at):
+        return expired(task.key_window)
     if not task.understands(envelope):
         logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
-        return Again(UNSUPPORTED_SECONDS, None, counted=False)
+        waited = (lease.claimed_at - _first_due(lease)) / MICROSECONDS
+        return Again(min(max(waited, UNSUPPORTED_SECONDS), UNSUPPORTED_SECONDS_MAX), None, counted=False)
     if task.adopts and task.gate.is_for_all and not (lease.gate or "").startswith(task.gate.prefix):
         return _adopt(task, lease)
     return _judge_gap(task, lease) if lease.gap else None
+
+
+def _first_due(lease: Lease) -> int:
+    """Return since when it could have run, as far as that is known: its time is reckoned from there."""
+    envelope = lease.envelope
+    return envelope.expires_at - envelope.retention if envelope.expires_at else envelope.created_at
+
+
+def expired(key_window: float) -> Dead:
+    """Return the outcome of a message whose time is over."""
+    text = "it was not done within its time; see expires="
+    failure = Failure(reason="expired", error_type="Expired", error_message=text)
+    return Dead(failure, key_window=key_window, ran=False)
+
+
+def is_expired(envelope: Envelope, at: int) -> bool:
+    """Whether its time is over.  Its last microsecond is not counted: that is all what expires at once has."""
+    return 0 < envelope.expires_at <= at + 1
 
 
 def _dead(task: Task[Any, Any], failure: Failure) -> Dead:

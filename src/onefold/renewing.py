@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.errors import StoreUnavailableError
 from onefold.settling import Held
-from onefold.slots import Slots
 from onefold.store import Store
 
 logger = logging.getLogger("onefold")
@@ -20,16 +19,24 @@ _TOGETHER_MAX = 1_000
 
 
 class Renewer:
-    """Renews every lease in ``held``, by message id; what is lost is marked so, and its handler cancelled."""
+    """Renews every lease in ``held``, by message id; what is lost is marked so, and its handler cancelled.
+
+    ``renewed`` is called with the moment at which every lease was known to be good.
+    """
 
     def __init__(
-        self, store: Store, clock: Clock, held: Mapping[str, Held], lease_seconds: float, slots: Slots | None
+        self,
+        store: Store,
+        clock: Clock,
+        held: Mapping[str, Held],
+        lease_seconds: float,
+        renewed: Callable[[int], None],
     ) -> None:
         self._store = store
         self._clock = clock
         self._held = held
         self._lease_seconds = lease_seconds
-        self._slots = slots
+        self._renewed = renewed
 
     async def run(self) -> None:
         """Renew again and again, until cancelled."""
@@ -42,8 +49,8 @@ class Renewer:
                 await self._renew(overdue)
             for one in self._overdue(held):
                 one.lose()
-            if kept and self._slots is not None:
-                self._slots.renewed(asked_at)
+            if kept:
+                self._renewed(asked_at)
             await self._clock.sleep(self._pause())
 
     def _pause(self) -> float:
@@ -69,7 +76,7 @@ class Renewer:
             until = asked_at + round(self._lease_seconds * MICROSECONDS)
             for one, mine in zip(together, kept, strict=True):
                 if mine:
-                    one.until = until
+                    one.until = max(one.until, until)
                 elif self._held.get(one.lease.id) is one:
                     one.taken_over = True
                     one.lose()

@@ -11,9 +11,21 @@ from email.utils import parsedate_to_datetime
 from types import CodeType, TracebackType
 from typing import Any
 
+from msgspec.structs import replace
+
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
-from onefold.errors import ConfigurationError, EnvelopeError, KeyReuseError, Reject, Retry, Snooze, seconds
+from onefold.errors import (
+    ConfigurationError,
+    EnvelopeError,
+    KeyReuseError,
+    Reject,
+    Retry,
+    SessionLostError,
+    Snooze,
+    TransactionEndedError,
+    seconds,
+)
 from onefold.store import Again, Dead, Failure, Lease
 
 #: Even full jitter waits this long, so that a failing message cannot spin.
@@ -26,6 +38,8 @@ _LATER = {408, 425, 429}
 #: Statuses whose Retry-After is an appointment, not a failure: no attempt is used up.
 _APPOINTMENT = {429, 503}
 
+#: What a driver of PostgreSQL puts between what went wrong and the values with which it did.
+_DETAIL = "\nDETAIL:"
 #: How the names of our own files begin.
 _OURS = os.path.join(os.path.dirname(__file__), "")
 #: Places of stacks whose lines are kept; code that is made while it runs could have any number of them.
@@ -38,7 +52,7 @@ _STACKS_MAX = 128
 _stacks: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
 
 #: What is not an error of the handler's, and is decided about by what it is.
-_INSTRUCTIONS = (Snooze, Reject, EnvelopeError, KeyReuseError)
+_INSTRUCTIONS = (Snooze, Reject, EnvelopeError, KeyReuseError, TransactionEndedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +181,9 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # it is the handler's code that runs here, and may raise anything
         return "(the exception cannot be printed)"
+    if _DETAIL in text and _peek(error, "sqlstate") is not None:
+        # Drivers of PostgreSQL add the values of the row.
+        text = text.partition(_DETAIL)[0]
     if text.isascii() and "\0" not in text:
         return text[: limits.ERROR_TEXT_MAX]
     # NUL and lone surrogates cannot be stored as text everywhere.
@@ -240,13 +257,27 @@ def decide(policy: RetryPolicy, lease: Lease, error: BaseException, *, now: int,
     return Again(delay, _failure(error, "failed", status))
 
 
+def blame(lease: Lease, error: SessionLostError, quarantine_after: int, *, delay: float) -> Again | Dead:
+    """Return what becomes of a message whose own statement was running when its database session ended.
+
+    Mostly the server has restarted, so no attempt is used up.  But a statement may also end its session each time it
+    runs, so it counts as a crash, and the message is quarantined as one that kills its process.
+    """
+    crashes = lease.crashes + 1
+    if crashes >= quarantine_after:
+        failure = failure_of(error, "quarantined")
+        text = f"its session or its worker ended {crashes} times while it ran; at last: {failure.error_message}"
+        return Dead(replace(failure, error_message=text), ran=False)
+    return Again(delay, None, counted=False, crashed=True)
+
+
 def _follow(error: BaseException) -> Again | Dead:
     """Return what becomes of a message whose handler said so, or that no handler can read or send."""
     if isinstance(error, Snooze):
         return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
     if isinstance(error, Reject):
         return Dead(failure_of(error, "rejected"))
-    return Dead(failure_of(error, "contract" if isinstance(error, EnvelopeError) else "key reuse"))
+    return Dead(failure_of(error, "key reuse" if isinstance(error, KeyReuseError) else "contract"))
 
 
 def _appointment(error: BaseException, status: int | None, now: int) -> float | None:

@@ -59,6 +59,8 @@ class Runners:
         self._limited = limited_names(execution.registry.gatings)
         #: In the order in which they were made, so that a simulation repeats itself.
         self._tasks: dict[asyncio.Task[None], None] = {}
+        #: Runners whose handlers went on although they were cancelled.
+        self._abandoned: set[asyncio.Task[None]] = set()
         #: One was made that has not begun.
         self._one_comes = False
         self.supply: deque[Held] = deque()
@@ -72,8 +74,8 @@ class Runners:
 
     @property
     def busy(self) -> bool:
-        """Whether a handler runs or could."""
-        return bool(self.running or self.supply)
+        """Whether a handler runs or could; those that were abandoned are not waited for."""
+        return self.running > len(self._abandoned) or bool(self.supply)
 
     def is_suspect(self, lease: Lease) -> bool:
         """Whether it must run alone here; in a lane the supervisor sees to that, and in a process it is alone."""
@@ -81,9 +83,18 @@ class Runners:
             return False
         return not self._execution.registry.handler(lease.envelope).handler.isolate
 
-    async def cancel(self) -> None:
-        """End them all; their handlers are cancelled."""
-        await cancel([*self._tasks])
+    async def cancel(self) -> set[asyncio.Task[None]]:
+        """Cancel all runners with their handlers; return those that did not end within ``HARD_TIMEOUT_GRACE``.
+
+        A handler can swallow its cancellation and go on for ever.  Nothing can end it but the end of its process, and
+        a stop does not wait for it.
+        """
+        runners = [runner for runner in self._tasks if runner not in self._abandoned]
+        for runner in runners:
+            runner.cancel()
+        if runners:
+            self._abandoned |= (await asyncio.wait(runners, timeout=limits.HARD_TIMEOUT_GRACE))[1]
+        return self._abandoned
 
     def call(self) -> None:
         """Have one more runner if there is something for it to do; each calls the next when it begins.
@@ -99,6 +110,7 @@ class Runners:
 
     def _dismiss(self, runner: asyncio.Task[None]) -> None:
         del self._tasks[runner]
+        self._abandoned.discard(runner)
         if runner.cancelled():
             return
         if (error := runner.exception()) is None:
@@ -219,7 +231,7 @@ class Runners:
 
     def _hand_back(self, together: list[Held], error: BaseException) -> None:
         first = together[0].lease if together else None
-        logger.warning("batch_handed_back messages=%d message_id=%s error=%r", len(together), first and first.id, error)
+        logger.warning("batch_handed_back messages=%d message_id=%s error=%s", len(together), first and first.id, error)
         for held in together:
             self._drop(held)
 

@@ -11,6 +11,7 @@ from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
 from onefold.context import Context
 from onefold.effects import LedgerEntry
+from onefold.envelope import refuse_reserved
 from onefold.errors import ConfigurationError
 from onefold.gate import GateOptions
 from onefold.identity import KeySource
@@ -136,7 +137,7 @@ class WorkflowVerbs:
         if (inside := current.get()) is not None:
             inside.tell(run_id, name, value, id)
             return True
-        note = signal_note(run_id, name, value, id or self.fresh_id())
+        note = signal_note(run_id, name, value, self.fresh_id() if id is None else refuse_reserved("id", id))
         return bool(await self.store.record(run_id, [note.step]))
 
     # people

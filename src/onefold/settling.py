@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from onefold.errors import OnefoldError, StoreUnavailableError
+from onefold.errors import StoreUnavailableError
 from onefold.execution import Execution
 from onefold.progress import Pulse
-from onefold.store import Again, Dead, HandBack, Lease, Outcome
+from onefold.store import Again, Dead, HandBack, Lease, Outcome, damaged
 
 logger = logging.getLogger("onefold")
 
@@ -126,7 +126,8 @@ class Settler:
                 logger.warning("store_unavailable doing=settle messages=%d error=%s", len(settlements), error)
                 await self._execution.clock.sleep(pause)
                 pause = min(pause * 2, _BACK_OFF_SECONDS_MAX)
-            except OnefoldError as error:
+            except Exception as error:
+                # Also what no store expects of a value, such as a number too large to be written.
                 await self._settle_apart(settlements, error)
                 return
         for (held, outcome), mine in zip(settlements, won, strict=True):
@@ -138,7 +139,7 @@ class Settler:
                 logger.warning("lease_lost message_id=%s outcome not recorded", held.lease.id)
             self._settled(held)
 
-    async def _settle_apart(self, settlements: list[Settlement], error: OnefoldError) -> None:
+    async def _settle_apart(self, settlements: list[Settlement], error: Exception) -> None:
         """One of several cannot be settled as it is: settle each alone, and fail the one that is to blame."""
         if len(settlements) > 1:
             for one in settlements:
@@ -150,10 +151,17 @@ class Settler:
             logger.warning("dead_letter_not_told message_id=%s error=%s", held.lease.id, error)
             await self.settle([(held, replace(outcome, sends=()))])
             return
+        if isinstance(outcome, Dead | HandBack):
+            # Not even that can be recorded.  It is left to its lease, because a worker that ended would take all the
+            # others with it, and the next one would meet it again.
+            logger.error("cannot_settle message_id=%s error=%s", held.lease.id, type(error).__name__, exc_info=error)
+            self._settled(held)
+            return
         task = self._execution.registry.handler(held.lease.envelope)
         failed = self._execution.decide_failure(task, held.lease, error)
         if type(failed) is type(outcome) and not getattr(outcome, "sends", ()):
-            raise error  # the failure itself cannot be recorded: a defect, not to be repeated for ever
+            # The failure itself cannot be recorded, and trying again would not change that.
+            failed = Dead(damaged(f"it cannot be settled: {error}"), key_window=task.key_window)
         await self.settle([(held, failed)])
 
 

@@ -32,6 +32,7 @@ from onefold.outcome import (
     Outcome,
     Parked,
     State,
+    damaged,
 )
 from onefold.record import (
     KEEP,
@@ -78,6 +79,7 @@ __all__ = [
     "Store",
     "Stored",
     "Transaction",
+    "damaged",
 ]
 
 
@@ -179,14 +181,25 @@ class Store(Protocol):
         """Let go of every resource; calling it twice is harmless."""
         ...
 
+    def twin(self) -> Store | None:
+        """Return another store on the same database, not opened, for a second event loop of this process.
+
+        None when there can be none: the database is only in memory, or a test says what time it is.
+        """
+        ...
+
     async def migrate(self) -> list[str]:
         """Bring the schema to this version and return what was applied; safe when several processes call it at once."""
         ...
 
-    def transaction(self, connection: Any = None) -> AbstractAsyncContextManager[Transaction]:
+    def transaction(
+        self, connection: Any = None, *, seconds: float | None = None
+    ) -> AbstractAsyncContextManager[Transaction]:
         """Open a transaction: committed when the block ends, rolled back when it raises.
 
-        Given the caller's own connection, joins its transaction and leaves the commit to the caller.
+        Where there is one lock for all and the caller keeps it for longer than ``seconds``, it is rolled back under the
+        caller's hands, and every further call raises ``TransactionTooLongError``.
+        Given the caller's own connection, joins its transaction and leaves the commit and the time to the caller.
         """
         ...
 

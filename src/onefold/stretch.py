@@ -293,7 +293,16 @@ class Stretch:
         ledger = Ledger(self.lease.id, _answering(journal, name), self.record, f"{name}/")
         scope = StepScope(name, attempt, ledger, journal.restarts, journal.rounds)
         held_until = partial(deadline_of, hold, tools.clock)
-        context = Context(self.lease, tools.store, tools.prepare, tools.resources, held_until, scope, bearer=hold)
+        context = Context(
+            self.lease,
+            tools.store,
+            tools.prepare,
+            tools.resources,
+            held_until,
+            scope,
+            bearer=hold,
+            origin=tools.origin,
+        )
         call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
         for middleware in reversed(tools.middleware):
             call = partial(middleware, context, call)
@@ -310,9 +319,11 @@ class Stretch:
         except BaseException as error:
             context.close()
             await end_strays(context)
-            await context.roll_back(error)
+            meant = await context.roll_back(error)
             if context.uncertain is not None:
                 raise context.uncertain from error
+            if meant is not error:
+                raise meant from error
             raise
         finally:
             current.reset(token)

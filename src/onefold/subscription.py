@@ -18,7 +18,7 @@ from onefold import limits
 from onefold.clock import Clock, to_datetime
 from onefold.codec import fingerprint_of
 from onefold.context import Context
-from onefold.envelope import Envelope
+from onefold.envelope import Envelope, derived_key
 from onefold.errors import ConfigurationError, StoreUnavailableError
 from onefold.recurring import Complete
 from onefold.registry import Registry
@@ -175,8 +175,8 @@ async def _change(store: Store, event: str, change: Callable[[Entry], Entry]) ->
 async def fan_out(ctx: Context, store: Store, fresh_id: Callable[[], str], complete: Complete) -> int:
     """Copy an event to its subscribers and return how many there are; the handler of every topic.
 
-    The copies leave in the commit that ends the event.  Each has the event's id as its key, so that a second run, for
-    whatever reason, copies nothing twice.  Who is subscribed is asked after the event was claimed, and never
+    The copies leave in the commit that ends the event.  Each has a key made from the event's id, so that a second run,
+    for whatever reason, copies nothing twice.  Who is subscribed is asked after the event was claimed, and never
     remembered: every subscription that was there before the event was published is seen.
     """
     entry = await store.registered(KIND, ctx.message.message_type)
@@ -194,7 +194,7 @@ def copy_of(event: Envelope, subscription: Subscription, id_: str) -> Envelope:
         message_type=subscription.subscriber,
         schema_version=event.schema_version,
         queue=subscription.queue,
-        idempotency_key=event.id,
+        idempotency_key=derived_key("event", event.id),
         correlation_id=event.correlation_id,
         causation_id=event.id,
         subject=event.subject,

@@ -10,10 +10,10 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from onefold import limits
-from onefold.app import App, Lifespan, OnSend
+from onefold.app import AS_DECLARED, App, Lifespan, OnSend
 from onefold.batch import Batch, SyncBatch
 from onefold.blocking import SyncContext
 from onefold.clock import Clock
@@ -21,6 +21,7 @@ from onefold.context import Context
 from onefold.errors import ConfigurationError
 from onefold.inside import current
 from onefold.options import TaskOptions
+from onefold.origin import Origin
 from onefold.portal import Portal
 from onefold.store import Store
 from onefold.syncing import Declare, SyncVerbs
@@ -46,11 +47,26 @@ class SyncApp(SyncVerbs):
         url: str | App | None = None,
         *,
         store: Store | None = None,
+        name: str | None = None,
+        driver: Literal["apsw", "sqlite3"] | None = None,
+        journal: Literal["wal", "delete"] | None = None,
         include: Sequence[str] = (),
         clock: Clock | None = None,
         chance: random.Random | None = None,
     ) -> None:
-        self.app = url if isinstance(url, App) else App(url, store=store, include=include, clock=clock, chance=chance)
+        if isinstance(url, App):
+            self.app = url
+        else:
+            self.app = App(
+                url,
+                store=store,
+                name=name,
+                driver=driver,
+                journal=journal,
+                include=include,
+                clock=clock,
+                chance=chance,
+            )
         self._portal = Portal()
         self._closed = False
         self._opening = asyncio.Lock()
@@ -137,9 +153,16 @@ class SyncApp(SyncVerbs):
         """Where the store is, from the constructor or the environment."""
         return self.app.url
 
-    def override(self, *, store: Store) -> AbstractContextManager[App]:
-        """Use another store for the length of the block, for tests; open the app inside it."""
-        return self.app.override(store=store)
+    @property
+    def origin(self) -> Origin:
+        """The identity of the open database and the app's name, which are part of every ``ctx.upstream_key``."""
+        return self.app.origin
+
+    def override(
+        self, *, store: Store | None = None, clock: Clock | None = None, resources: Any = AS_DECLARED
+    ) -> AbstractContextManager[App]:
+        """Use another store, clock or ``resources`` for the length of the block, for tests; see ``App.override``."""
+        return self.app.override(store=store, clock=clock, resources=resources)
 
     # sending
 
@@ -157,10 +180,12 @@ class SyncApp(SyncVerbs):
         return [SyncReceipt(receipt, self._portal) for receipt in receipts]
 
     @contextmanager
-    def transaction(self, connection: Any = None) -> Iterator[SyncTransaction]:
+    def transaction(
+        self, connection: Any = None, *, timeout: timedelta | float = limits.TRANSACTION_SECONDS_MAX
+    ) -> Iterator[SyncTransaction]:
         """Write rows and send messages in one commit; see ``App.transaction``."""
         self._run(_nothing)
-        with self._portal.entered(self.app.transaction(connection)) as transaction:
+        with self._portal.entered(self.app.transaction(connection, timeout=timeout)) as transaction:
             token = current.set(transaction)
             try:
                 yield SyncTransaction(transaction, self._portal)

@@ -17,12 +17,12 @@ from msgspec.structs import asdict
 from onefold import limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.codec import Signature
-from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check
-from onefold.errors import ConfigurationError, EnvelopeError, seconds
+from onefold.envelope import SURELY_FITS, UNKEYED, Envelope, check, derived_key, refuse_reserved
+from onefold.errors import ConfigurationError, seconds
 from onefold.gate import NOWHERE, Gate, Place
 from onefold.handler import Handler
-from onefold.identity import KeyFunction, KeySource, derived_key, from_source
-from onefold.options import RESERVED, SendOptions, TaskSettings, check_options, reserved
+from onefold.identity import KeyFunction, KeySource, from_source
+from onefold.options import SendOptions, TaskSettings, check_options
 from onefold.receipt import Receipt
 
 P = ParamSpec("P")
@@ -46,7 +46,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
         """Make the message; ``parent`` is the one whose handler sends it, as its ``index``-th send without a key."""
         key = self.key
         if key is None:
-            key = derived_key(parent.id, index) if parent is not None else f"{UNKEYED}{id_}"
+            key = derived_key("child", f"{parent.id}/{index}") if parent is not None else f"{UNKEYED}{id_}"
         subject = self.subject or (self.task.name if self.key is None else _shortened(key))
         if self.options or self.place is not NOWHERE or self.task.gate.priority:
             return self._with_options(id_, key, subject, parent)
@@ -96,7 +96,7 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
                 tags=options.get("tags"),
                 delay=_micros(options.get("delay", 0)),
                 due_at=to_instant(options["at"]) if "at" in options else 0,
-                retention=0 if expires is None else _micros(expires),
+                retention=retention_of(expires),
                 pinned=self.task.pinned,
                 saga=self.task.saga,
             )
@@ -118,8 +118,13 @@ def _shortened(key: str) -> str:
     return key.encode()[: limits.SUBJECT_BYTES_MAX].decode(errors="ignore")
 
 
-def _micros(duration: timedelta | float) -> int:
-    return round(seconds(duration) * MICROSECONDS)
+def retention_of(expires: timedelta | float | None) -> int:
+    """Return for how long a message may wait, as it is kept: 0 is for ever, so at once is one microsecond."""
+    return 0 if expires is None else max(1, _micros(expires, "expires"))
+
+
+def _micros(duration: timedelta | float, name: str = "a duration") -> int:
+    return round(seconds(duration, name) * MICROSECONDS)
 
 
 class Sender(Protocol):
@@ -163,7 +168,7 @@ class Task(Generic[P, R]):
         #: Whether it is simply called on the event loop, with nothing around it.
         self.is_direct = self.handler.is_direct and self.timeout_seconds is None
         self.expires = settings.expires
-        self.retention = 0 if settings.expires is None else _micros(settings.expires)
+        self.retention = retention_of(settings.expires)
         self.key_window = seconds(settings.key_window)
         self.settle = settings.settle
         self.effects = settings.effects
@@ -178,6 +183,23 @@ class Task(Generic[P, R]):
     def _make_signature(self, fingerprint: Sequence[str] | None) -> Signature:
         return self.handler.signature(skip=int(self.takes_context), fingerprint=fingerprint)
 
+    @property
+    def has_key(self) -> bool:
+        """Whether its messages have a key that is made from their arguments."""
+        return self._key is not None
+
+    def key_of(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return the key of a message with these arguments; None if the task has none."""
+        return None if self._key is None else refuse_reserved("idempotency_key", self._key(arguments))
+
+    def read(self, payload: bytes) -> dict[str, Any]:
+        """Return the arguments that bytes from elsewhere stand for, with defaults for what is left out."""
+        return asdict(self.signature.bind((), self.signature.decode(payload)))
+
+    def fingerprint_of(self, arguments: Mapping[str, Any], payload: bytes) -> bytes:
+        """Return the fingerprint of a message with these arguments, which were read from this payload."""
+        return self.signature.encode(self.signature.bind((), arguments))[1]
+
     def understands(self, envelope: Envelope) -> bool:
         """Whether a message is of a version that this code knows how to handle."""
         version = envelope.schema_version
@@ -188,11 +210,13 @@ class Task(Generic[P, R]):
 
     def _check_windows(self) -> None:
         """A key that is forgotten while its message can still come back would let the effect happen twice."""
-        needed = (0.0 if self.expires is None else seconds(self.expires)) + limits.DEAD_RETENTION
+        lives = 0.0 if self.expires is None else seconds(self.expires)
+        needed = lives + limits.DEAD_RETENTION + limits.KEY_MARGIN
         if self.key_window < needed:
             raise ConfigurationError(
                 f"{self.name}: key_window is {self.key_window / limits.DAY:g} days; it must cover the message's own "
-                f"time and its time as a dead letter, {needed / limits.DAY:g} days; raise it, or lower expires="
+                f"time, its time as a dead letter and two days more, {needed / limits.DAY:g} days; raise it, or lower "
+                "expires="
             )
 
     def send(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, Receipt[R]]:
@@ -218,12 +242,10 @@ class Task(Generic[P, R]):
         payload, fingerprint = self.signature.encode(bound)
         arguments = asdict(bound)
         key, subject = options.get("key"), options.get("subject")
-        if key is None and self._key is not None:
-            key = self._key(arguments)
+        if key is None:
+            key = self.key_of(arguments)
         if subject is None and self._subject is not None:
             subject = self._subject(arguments)
-        if key is not None and key.startswith(RESERVED):
-            raise EnvelopeError("idempotency_key", reserved(key))
         place = self._place(arguments, options) if options or self.gate.is_for_all else NOWHERE
         return Call(self, payload, fingerprint, key, subject, options, place)
 

@@ -24,5 +24,7 @@ class Tools:
     clock: Clock
     chance: random.Random
     prepare: Prepare
+    #: Where keys for outside providers come from.
+    origin: str
     resources: Any
     middleware: Sequence[Middleware] = ()

@@ -6,7 +6,7 @@ Both carry the event itself as their payload, not a list of arguments: what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack
 
 from onefold import limits
@@ -86,7 +86,16 @@ class Topic(Task[[T], int]):
 
         published.__annotations__["event"] = self._kind
         published.__qualname__ = self.name
-        return _Unread(published, skip=0, fingerprint=fingerprint)
+        self._events = _Unread(published, skip=0, fingerprint=fingerprint)
+        return self._events
+
+    def read(self, payload: bytes) -> dict[str, Any]:
+        """Return the event that bytes from elsewhere stand for, by the name that a key template knows it by."""
+        return EventSignature.decode(self._events, payload) if self.has_key else {}
+
+    def fingerprint_of(self, arguments: Mapping[str, Any], payload: bytes) -> bytes:
+        """An event is what its bytes are, whatever version of it is known here."""
+        return fingerprint_of(payload)
 
     def understands(self, envelope: Envelope) -> bool:
         """It copies every version, and the subscribers look whether they know it."""
@@ -124,7 +133,7 @@ class BoundTopic(BoundTask[[T], int]):
 
 
 class Subscriber(Task[[T], R]):
-    """A task that is sent a copy of every event of one topic, each with the event's id as its key."""
+    """A task that is sent a copy of every event of one topic, each with a key made from the event's id."""
 
     def __init__(self, sender: Sender, event: str, function: Callable[..., Any], settings: TaskSettings) -> None:
         #: The name of what it subscribes to.

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from onefold.envelope import Envelope
+from onefold.envelope import Envelope, derived_key, refuse_reserved
 from onefold.errors import ConfigurationError, HandlerError, KeyReuseError, TransactionOpenError
-from onefold.identity import derived_key
 from onefold.inside import current
 from onefold.journal import signal_note
 from onefold.receipt import Receipt
@@ -51,9 +50,11 @@ class Buffer:
     def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
         """Buffer one signal; without an id of its own, it is the same one when its handler is run again."""
         self._refuse_late()
-        if id_ is None and self._parent is not None:
-            id_ = derived_key(self._parent.id, len(self.notes))
-        elif id_ is None and self._fresh_id is not None:
+        if id_ is not None:
+            refuse_reserved("id", id_)
+        elif self._parent is not None:
+            id_ = derived_key("signal", f"{self._parent.id}/{len(self.notes)}")
+        elif self._fresh_id is not None:
             id_ = self._fresh_id()
         self.notes.append(signal_note(run_id, name, value, id_ or ""))
 

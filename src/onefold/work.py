@@ -10,7 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from onefold import limits
 from onefold.envelope import Envelope
-from onefold.errors import HandlerError, LeaseLostError, TransactionTooLongError
+from onefold.errors import (
+    HandlerError,
+    LeaseLostError,
+    OnefoldError,
+    SessionLostError,
+    StoreUnavailableError,
+    TransactionTooLongError,
+)
 from onefold.inside import outside
 from onefold.receipt import Receipt
 from onefold.step import Note
@@ -44,6 +51,7 @@ class Work:
     _transaction: Transaction | None = None
     _limit: asyncio.TimerHandle | None = None
     _ending: asyncio.Task[None] | None = None
+    _session_lost: SessionLostError | None = None
 
     def __init__(
         self, leases: Sequence[Lease], store: Store, prepare: Prepare, resources: Any, unkeyed: int = 0
@@ -65,6 +73,14 @@ class Work:
         transaction = await self._open()
         try:
             return await transaction.execute(statement, parameters)
+        except SessionLostError as error:
+            self._session_lost = error
+            raise
+        except Exception as error:
+            if self._ending is not None:
+                # The limit has ended the transaction while the statement ran.
+                raise _too_long() from error
+            raise
         finally:
             self._start_limit()
 
@@ -191,7 +207,7 @@ class Work:
 
     async def _enter(self) -> Transaction:
         # Kept only once it is entered: what could not begin cannot be left either.
-        opened = self._store.transaction()
+        opened = self._store.transaction(seconds=limits.TRANSACTION_SECONDS_MAX)
         self._transaction = await opened.__aenter__()
         self._opened = opened
         return self._transaction
@@ -243,13 +259,21 @@ class Work:
             raise
         await self._leave(None)
 
-    async def roll_back(self, error: BaseException) -> None:
-        """Undo everything the handler did in its transaction; harmless when there is none."""
+    async def roll_back(self, error: BaseException) -> BaseException:
+        """Undo everything the handler did in its transaction; harmless when there is none.
+
+        Returns what the failure means: the transaction may know more about it than the handler.
+        """
         self._stop_limit()
-        if self._ending is not None:
-            await self._ending
-        elif self._opened is not None:
+        try:
+            if self._ending is not None:
+                await self._ending
+                return _caused(_too_long(), error)
             await self._leave(error)
+        except OnefoldError as known:
+            return known
+        # A handler in another process gets only a part of the error, and may have made something else of it.
+        return self._session_lost if self._session_lost and isinstance(error, StoreUnavailableError) else error
 
     def _stop_limit(self) -> None:
         if self._limit is not None:
@@ -267,6 +291,13 @@ class Work:
         except BaseException as raised:
             if raised is not error:
                 raise
+
+
+def _caused(error: BaseException, cause: BaseException) -> BaseException:
+    if isinstance(cause, type(error)):
+        return cause
+    error.__cause__ = cause
+    return error
 
 
 def _too_long() -> TransactionTooLongError:

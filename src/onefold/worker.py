@@ -20,9 +20,11 @@ from onefold.claiming import Claimer
 from onefold.clock import MICROSECONDS
 from onefold.errors import StoreUnavailableError
 from onefold.execution import Execution
+from onefold.expiring import Expirer
 from onefold.fleet import Roll, WorkerRecord, WorkerSettings, describe
 from onefold.gate import limited_names, name_of, soonest_token
-from onefold.purging import keep_purged
+from onefold.guarding import Guard
+from onefold.purging import keep_purged, purge_as_much_as
 from onefold.renewing import Renewer
 from onefold.reporting import Reporter
 from onefold.runners import Runners, cancel
@@ -61,6 +63,7 @@ class Worker:
         self._limited = limited_names(self._gatings)
         types = execution.registry.types()
         self._claimer = Claimer(self._store, self._clock, types, self._gatings, settings, self._accept)
+        self._expirer = Expirer(self._store, self._clock, types, settings.name, execution.announce)
         #: Until when a message of a rate that this worker has run may have left others waiting for tokens.
         self._tokens_until = 0
         self._held: dict[str, Held] = {}
@@ -68,7 +71,15 @@ class Worker:
         self._changed = asyncio.Event()
         self._settler = Settler(execution, self._forget)
         self._runners = Runners(execution, settings, slots, self._claimer, self._settler, self._changed, self._forget)
-        self._renewer = Renewer(self._store, self._clock, self._held, settings.lease_seconds, slots)
+        # Below a supervisor, which renews what its processes cannot, it is never begun.
+        self._guard = Guard(self._store, self._clock, self._held, settings.lease_seconds)
+        self._renewer = Renewer(
+            self._store,
+            self._clock,
+            self._held,
+            settings.lease_seconds,
+            self._guard.renewed if slots is None else slots.renewed,
+        )
         self._reporter = Reporter(self._store, self._clock, self._held, execution.registry)
         self._stopping = asyncio.Event()
         self._started_at = self._clock.now()
@@ -104,10 +115,13 @@ class Worker:
             asyncio.create_task(self._renewer.run(), name="onefold-renewer"),
             asyncio.create_task(self._reporter.run(), name="onefold-reporter"),
         ]
+        if self._settings.alone:
+            others.append(asyncio.create_task(keep_purged(self._store, self._clock), name="onefold-purger"))
         if self._settings.alone and not self._settings.until_idle:
             roll = Roll(self._store, self._clock)
-            others.append(asyncio.create_task(keep_purged(self._store, self._clock), name="onefold-purger"))
             others.append(asyncio.create_task(roll.vouch(self._describe), name="onefold-voucher"))
+        if not self._settings.until_idle and self._settings.lane is not Lane.PROBATION:
+            others.append(asyncio.create_task(self._expirer.run(), name="onefold-expirer"))
         if self._ticker is not None and not self._settings.until_idle:
             others.append(asyncio.create_task(self._ticker.run(), name="onefold-ticker"))
         if not self._settings.until_idle:
@@ -124,6 +138,7 @@ class Worker:
             await self._stop_runners()
             await cancel(others)
             self._runners.broken.cancel()
+            await self._guard.stop()
 
     async def _first_of(self, *tasks: asyncio.Task[Any]) -> None:
         """Return when one of these is over; what is wrong with any of them, or with a runner, is raised here."""
@@ -159,7 +174,9 @@ class Worker:
                 self._changed.clear()
                 await self._changed.wait()
             elif not was_busy:
-                return
+                break
+        if self._settings.alone and self._settings.until_idle and not self._stopping.is_set():
+            await purge_as_much_as(self._store, self.done)
 
     def _wanted(self) -> int:
         """How many to claim: what is free now, and what will start within a moment at the measured rate."""
@@ -201,6 +218,8 @@ class Worker:
                 self._tokens_until = asked_at + round(limits.POLL_SECONDS * MICROSECONDS)
             else:
                 self._runners.supply.append(held)
+        if leases and self._settings.alone and self._slots is None:
+            self._guard.start()
         if leases:
             self._reporter.wake()
         self._runners.call()
@@ -275,7 +294,14 @@ class Worker:
         """Cancel what still runs; marked first, so that no handler takes it for something of its own."""
         for held in self._held.values():
             held.lost = held.lost or held.runner is not None
-        await self._runners.cancel()
+        abandoned = await self._runners.cancel()
+        for held in self._held.values():
+            if held.runner in abandoned:
+                logger.error(
+                    "handler_ignores_cancellation message_id=%s type=%s: it goes on in this process and cannot commit",
+                    held.lease.id,
+                    held.lease.envelope.message_type,
+                )
 
     async def _quiet(self) -> None:
         while self._busy:

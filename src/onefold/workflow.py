@@ -21,6 +21,7 @@ from onefold.children import Child, Children
 from onefold.clock import to_datetime
 from onefold.codec import ResultCodec, fingerprint_of_call
 from onefold.context import Context
+from onefold.envelope import derived_key, refuse_reserved
 from onefold.errors import (
     ConfigurationError,
     HandlerError,
@@ -254,7 +255,8 @@ class Run:
         if self._journal.find(line, StepKind.SENT) is not None:
             return
         self._stretch.begin(line)
-        note = signal_note(run_id, name, value, id_ or f"{self.id}/{line}")
+        id_ = derived_key("signal", f"{self.id}/{line}") if id_ is None else refuse_reserved("id", id_)
+        note = signal_note(run_id, name, value, id_)
         self._journal.pending.append(Step(line, StepKind.SENT, encode(Sent(run_id, role="signal"))))
         self._journal.notes.append(note)
 

@@ -108,6 +108,21 @@ def test_migrate_applies_once_and_says_so(shop: Path) -> None:
     assert "nothing to do" in second.stdout
 
 
+def test_migrate_prints_the_identity_and_a_copy_can_be_given_another(shop: Path) -> None:
+    """A restore keeps the identity, which is part of keys for outside providers; a copy must have its own."""
+
+    def identity() -> str:
+        (line,) = [line for line in onefold(shop, "migrate", "shop:app").stdout.splitlines() if "database" in line]
+        assert line.endswith(" of app app")
+        return line.split()[1]
+
+    first = identity()
+    for options, stays in (([], True), (["--new-identity"], False)):
+        told = onefold(shop, "restored", "shop:app", "--actor", "ada", "--reason", "a test", "--yes", *options)
+        assert told.returncode == 0, told.stderr
+        assert (identity() == first) is stays
+
+
 @pytest.mark.parametrize(("url", "table"), [("sqlite:///x.db", "onefold_message"), ("postgresql:///x", "delivery")])
 def test_migrate_prints_the_sql_without_running_it(shop: Path, url: str, table: str) -> None:
     printed = onefold(shop, "migrate", "--print", "--url", url)

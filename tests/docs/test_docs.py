@@ -344,7 +344,9 @@ def test_the_schema_page_names_every_table_and_column(tmp_path: Path) -> None:
 
 def test_every_decision_has_its_four_parts() -> None:
     records = sorted((ROOT / "docs/decisions").glob("0*.md"))
-    assert [int(record.name[:4]) for record in records] == list(range(1, len(records) + 1))
+    numbers = [int(record.name[:4]) for record in records]
+    # Each is taken once; records that are written at the same time may leave a gap for one another.
+    assert numbers == sorted(set(numbers))
     for record in records:
         assert re.findall(r"^## (.+)$", record.read_text(), re.MULTILINE) == [
             "Context",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import uvloop
 
 from onefold import App, CommitUnknownError, Context, Receipt, RetryPolicy, StoreUnavailableError
 from onefold.clock import Clock
@@ -12,6 +14,12 @@ from onefold.store import Query, Record, State, Store
 from onefold.testing.checker import Effect, Final, Journal, check
 
 Answer = TypeVar("Answer")
+#: Workers run on uvloop where it is installed, and everything else on asyncio's own loop.
+Loop = Literal["asyncio", "uvloop"]
+_LOOPS: Mapping[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
 
 TABLES = (
     # No constraint on purpose: a second effect must show as a second row, not be hidden by an error.
@@ -24,14 +32,15 @@ FAILS_ONCE = "flaky"
 SECONDS_MAX = 60
 
 
-def run(scenario: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Run a scenario, and end it if it hangs."""
+def run(scenario: Callable[[], Awaitable[Answer]], *, loop: Loop = "asyncio") -> Answer:
+    """Run a scenario on an event loop of this kind, and end it if it hangs."""
 
     async def within() -> Answer:
         async with asyncio.timeout(SECONDS_MAX):
             return await scenario()
 
-    return asyncio.run(within())
+    with asyncio.Runner(loop_factory=_LOOPS[loop]) as runner:
+        return runner.run(within())
 
 
 class Scene:

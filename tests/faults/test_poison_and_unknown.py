@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+import pytest
 from fault_scene import run
+from msgspec.structs import replace
 
-from onefold import App, RetryPolicy
-from onefold.refusing import UNSUPPORTED_SECONDS
-from onefold.store import Query, State
+from onefold import App, RetryPolicy, limits
+from onefold.clock import MICROSECONDS
+from onefold.refusing import UNSUPPORTED_SECONDS, UNSUPPORTED_SECONDS_MAX, refuse
+from onefold.store import Again, Lease, Query, State
 from onefold.testing import FakeClock, HastyClock, drain
 
 MESSAGES = 400
@@ -86,10 +89,43 @@ def test_a_newer_version_of_a_message_is_deferred_until_a_newer_worker_comes(sto
             assert await old.store.attempts(receipt.id) == []
             # It was looked at once per round, and not more often.
             assert waiting.fence <= 1 + 2 * 6
+            clock.advance(6 * UNSUPPORTED_SECONDS)
             await new.work(until_idle=True)
             assert await receipt.result() == 10
 
     run(scenario)
+
+
+@pytest.mark.parametrize("expires", [limits.MESSAGE_RETENTION, None])
+@pytest.mark.parametrize("late", [0.0, limits.DAY])
+def test_a_version_from_a_far_future_is_looked_at_ever_more_seldom(expires: float | None, late: float) -> None:
+    """Every half minute for a week were 20,000 claims; a message that was due later begins as often as any other."""
+    app = App("sqlite:///:memory:")
+
+    @app.task(expires=expires)
+    async def known(number: int) -> None: ...
+
+    sent = known.call(1).envelope(app.fresh_id())
+    retention = 0 if expires is None else round(expires * MICROSECONDS)
+    due_at = round((limits.DAY + (late if expires else 0.0)) * MICROSECONDS)
+    envelope = replace(
+        sent,
+        schema_version=9,
+        created_at=round(limits.DAY * MICROSECONDS),
+        retention=retention,
+        expires_at=due_at + retention if retention else 0,
+    )
+    looks = list[float]()
+    now = due_at
+    while now < due_at + limits.MESSAGE_RETENTION * MICROSECONDS:
+        outcome = refuse(known, Lease(envelope, 2, 1, 0, 0, now, "w"), limits.QUARANTINE_AFTER)
+        assert isinstance(outcome, Again)
+        assert not outcome.counted
+        looks.append(outcome.delay)
+        now += round(outcome.delay * MICROSECONDS)
+    assert looks[:4] == [30.0, 30.0, 60.0, 120.0]
+    assert looks[-1] == UNSUPPORTED_SECONDS_MAX
+    assert len(looks) < 200
 
 
 def test_poison_ends_as_dead_letters_and_everything_else_is_done(store_url: str) -> None:

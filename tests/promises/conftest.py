@@ -61,6 +61,13 @@ class World:
         return (await app.find(Query(ids=(wanted,))))[0]
 
 
+@pytest.fixture(params=["sqlite", "sqlite3", "postgres"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """Every store in turn, SQLite on both of its libraries."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
 @pytest.fixture
 def world(store_url: str) -> World:
     """Each store in turn."""

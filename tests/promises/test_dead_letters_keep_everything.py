@@ -7,7 +7,9 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from onefold import App, Context, DeadLetter, Reject, RetryPolicy
+import pytest
+
+from onefold import App, Context, DeadLetter, Reject, RetentionOverError, RetryPolicy
 from onefold.store import State
 from onefold.task import Task
 
@@ -128,7 +130,8 @@ def test_a_dead_letter_can_be_redriven_for_fourteen_days(world: World) -> None:
             record = await world.record(app, receipt)
             assert (record.state, record.envelope.payload_inline) == (State.DEAD, None)
             assert record.failure is not None
-            assert await app.redrive([receipt.id], actor="ada", reason="too late") == []
+            with pytest.raises(RetentionOverError, match="its body is no longer kept"):
+                await app.redrive([receipt.id], actor="ada", reason="too late")
 
     asyncio.run(scenario())
 

@@ -102,6 +102,8 @@ class Stopped(FaultyStore):
     read: dict[str, Registered] | None = None
 
     async def entries(self, kind: str) -> dict[str, Registered]:
+        if kind != "schedule":
+            return await super().entries(kind)
         self.read = self.read or await super().entries(kind)
         return self.read
 

@@ -17,6 +17,7 @@ from onefold.testing.simulation import Simulation, main
 #: Blocks are what pytest-xdist spreads over the cores.
 BLOCKS = 8
 SEEDS_PER_BLOCK = 250
+OTHER_SEEDS = 50
 #: Larger worlds, and some of what happens in them is rare: of so many a block surely has some.
 RUN_BLOCKS = 4
 RUN_SEEDS_PER_BLOCK = 32
@@ -33,6 +34,17 @@ def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, 
     events = [line.partition(" ")[2] for result in results for line in result.history]
     for fault in (": kill", ": kill after", ": lose", ": stopped", "redrive", "cancel", "duplicate=True"):
         assert sum(fault in event for event in events) > SEEDS_PER_BLOCK // 50, fault
+
+
+def test_no_seed_breaks_the_promise_on_the_interpreters_own_sqlite(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The same worlds on the other library, in which transactions with statements of handlers commit alone."""
+    record_property("simulated worlds on sqlite3", OTHER_SEEDS)
+    with Simulation(driver="sqlite3") as simulation:
+        results = [simulation.run(seed) for seed in range(OTHER_SEEDS)]
+    failed = [str(result) for result in results if result.report]
+    assert not failed, "\n\n".join(failed)
 
 
 @pytest.mark.parametrize("block", range(RUN_BLOCKS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from supervisor_scene import Scene, wait_until
 
 from onefold import State
@@ -20,6 +21,7 @@ def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Sc
     assert (first.stop(), beside.stop()) == (0, 0)
 
 
+@pytest.mark.alone
 def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(local: Scene) -> None:
     """C13, fault 21: a thread can stop the event loop anywhere, also where nobody can renew; then nobody takes over."""
     for name in range(6):

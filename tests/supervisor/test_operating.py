@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import resource
+import signal
+import socket
+import sys
 from typing import Any
 
+import pytest
 from supervisor_scene import Scene, wait_until
 
 from onefold import State
@@ -44,6 +50,37 @@ def test_health_says_whether_messages_are_handled(local: Scene) -> None:
     assert _ask(port, "/ready")[0] == 503
     assert _ask(port, "/live")[0] == 200
     assert worker.wait() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the limit of another process")
+def test_a_flood_of_silent_connections_takes_no_descriptors_from_workers(local: Scene) -> None:
+    """More connections than the supervisor has descriptors: probes are answered and a dead worker is replaced.
+
+    A few lines are logged about it, not one for each connection.
+    """
+    worker = local.work("--health", "127.0.0.1:0").wait_ready()
+    found = re.search(r"health at http://127.0.0.1:(\d+)/live", worker.printed)
+    assert found is not None, worker.printed
+    port = int(found[1])
+    resource.prlimit(worker.process.pid, resource.RLIMIT_NOFILE, (64, 64))
+    (first,) = worker.children()
+    silent: list[socket.socket] = []
+    try:
+        for number in range(200):
+            silent.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            silent[-1].sendall(b"GET /")
+            if number == 100:
+                os.kill(first, signal.SIGKILL)
+        assert _ask(port, "/live")[0] == 200
+        wait_until(lambda: worker.children() not in ([], [first]), local.story)
+        wait_until(lambda: _ask(port, "/ready")[0] == 200, local.story)
+    finally:
+        for one in silent:
+            one.close()
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.printed
+    assert "health_crowded" in worker.printed
+    assert len(worker.printed.splitlines()) < 20, worker.printed
 
 
 def test_an_address_that_is_none_is_refused(local: Scene) -> None:

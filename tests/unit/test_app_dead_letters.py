@@ -16,6 +16,7 @@ from onefold import (
     LimitError,
     Receipt,
     Reject,
+    RetentionOverError,
     RetryPolicy,
     State,
     limits,
@@ -38,7 +39,16 @@ PATTERN_FIELDS = {
     "original_timestamp",
 }
 #: What onefold adds.
-OWN_FIELDS = {"attempts", "upstream_status", "reason", "crashes", "replay_count", "kept_until", "fence"}
+OWN_FIELDS = {
+    "attempts",
+    "upstream_status",
+    "reason",
+    "crashes",
+    "replay_count",
+    "redrive_until",
+    "kept_until",
+    "fence",
+}
 
 
 class HTTPStatusError(Exception):
@@ -265,7 +275,8 @@ def test_after_fourteen_days_the_body_is_gone_and_a_tombstone_with_its_key_stays
         assert told["original_message"] is None
         assert (told["error_message"], told["retry_count"], len(told["attempts"])) == ("upstream said 502", 2, 3)
         assert (letter.message.idempotency_key, letter.message.message_type) == ("7", "charge")
-        assert not await letter.redrive(actor="ada", reason="too late")
+        with pytest.raises(RetentionOverError, match="its body is no longer kept"):
+            await letter.redrive(actor="ada", reason="too late")
         assert (await charge.send(7)).id == sent.id
         bench.clock.advance(timedelta(days=9))
         await bench.purge()

@@ -11,8 +11,10 @@ import pytest
 from onefold import (
     App,
     CancelledMessageError,
+    ConfigurationError,
     Context,
     DeadError,
+    Envelope,
     KeyReuseError,
     LimitError,
     Receipt,
@@ -377,3 +379,38 @@ def test_no_result_comes_of_a_dead_or_a_cancelled_message(bench: Bench) -> None:
             await cancelled.result()
 
     bench.run(scenario)
+
+
+@pytest.mark.parametrize("returned", [None, "text", 7])
+def test_an_on_send_that_returns_no_envelope_is_told_so(bench: Bench, returned: Any) -> None:
+    """A forgotten return is the usual mistake; nothing is stored."""
+
+    @bench.app.task
+    async def note(n: int) -> None: ...
+
+    @bench.app.on_send  # type: ignore[arg-type]
+    def forgetful(envelope: Envelope) -> Any:
+        return returned
+
+    async def scenario() -> None:
+        kind = type(returned).__name__
+        with pytest.raises(ConfigurationError, match=rf"on_send: .*forgetful returned a {kind}; return the envelope"):
+            await note.send(1)
+        assert await bench.messages() == []
+
+    bench.run(scenario)
+
+
+@pytest.mark.parametrize("wrong", ["5s", True, b"5", None, [1]])
+@pytest.mark.parametrize("name", ["delay", "deduplicate_for", "expires"])
+def test_a_duration_that_is_none_is_refused_with_the_name_of_its_option(name: str, wrong: Any) -> None:
+    """True is not one second, and a text has no unit that anything here would read."""
+
+    @App("sqlite:///:memory:").task
+    async def note(n: int) -> None: ...
+
+    if wrong is None and name == "expires":
+        note.options(expires=None)
+        return
+    with pytest.raises(ConfigurationError, match=rf"{name} is a {type(wrong).__name__}; write a number of seconds"):
+        note.options(**{name: wrong})

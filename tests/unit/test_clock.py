@@ -52,6 +52,23 @@ def test_ids_are_of_version_7_and_sort_by_the_millisecond_they_were_made_in() ->
     assert made == sorted(made)
 
 
+def test_an_id_does_not_tell_the_next() -> None:
+    """From the ids of one process, those of others' messages cannot be guessed: 62 bits of each are its own."""
+    ids = Ids(FakeClock(), system_random())
+    numbers = [uuid.UUID(ids.make()).int & (1 << 62) - 1 for _ in range(1_000)]
+    for shift in (0, 8, 31):
+        assert len({number >> shift for number in numbers}) == 1_000, f"without the last {shift} bits"
+    for bit in range(62):
+        assert 350 < sum(number >> bit & 1 for number in numbers) < 650, f"bit {bit}"
+
+
+def test_ids_of_one_millisecond_sort_as_they_were_made() -> None:
+    """So that messages that are sent together are found in their order."""
+    ids = Ids(FakeClock(), system_random())
+    made = [ids.make() for _ in range(4_096)]
+    assert made == sorted(made)
+
+
 def test_a_forked_child_does_not_repeat_its_parent() -> None:
     """Fault 41: what was fetched before a fork would be given out twice."""
     chance = system_random()

@@ -251,7 +251,7 @@ def envelopes(draw: st.DrawFn) -> Envelope:
             fingerprint=fingerprint_of(b"" if by_reference else inline),
             deduplication_key=draw(st.none() | _text),
             ordering_key=draw(st.none() | _text),
-            sequence=draw(st.none() | st.integers(0, limits.INTEGER_MAX)),
+            sequence=draw(st.none() | st.integers(0, limits.SEQUENCE_MAX)),
             trace=draw(st.none() | _text),
             tags=draw(st.none() | st.dictionaries(_text, _text, min_size=1, max_size=3)),
             created_at=draw(st.integers(0, 4_000_000_000 * MICROSECONDS)),

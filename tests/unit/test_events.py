@@ -75,7 +75,11 @@ def test_every_subscriber_is_sent_a_copy_that_goes_back_to_the_event(bench: Benc
         assert await event.result() == 2
         for name, queue in (("reserve", "default"), ("confirm", "mail")):
             (copy,) = [one.envelope for one in await of_type(bench, name)]
-            assert (copy.queue, copy.idempotency_key, copy.causation_id) == (queue, event.id, event.id)
+            assert (copy.queue, copy.idempotency_key, copy.causation_id) == (
+                queue,
+                f"derived:event/{event.id}",
+                event.id,
+            )
             assert (copy.correlation_id, copy.subject, copy.trace) == (event.id, "order:7", "t-1")
             assert (copy.tags, copy.payload_inline) == ({"shop": "eu"}, b'{"id":7,"cents":500}')
 

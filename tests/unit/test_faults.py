@@ -52,6 +52,7 @@ async def _run_with(url: str, number: int, plan: list[Fault]) -> FaultyStore:
         """Writes nothing of its own, so it is settled together with others."""
         return part
 
+    await _until_accepted(app.open)
     async with app:
         for part in ("a", "b", "c"):
             await _until_accepted(lambda part=part: write.send(number, part))  # type: ignore[misc]
@@ -67,15 +68,12 @@ async def _run_with(url: str, number: int, plan: list[Fault]) -> FaultyStore:
 
 
 async def _prepare(url: str) -> None:
-    store = open_store(url)
-    await store.migrate()
-    await store.open()
-    try:
-        async with store.transaction() as transaction:
-            # No constraint on purpose: a second effect must show as a second row, not be hidden by an error.
-            await transaction.execute("CREATE TABLE effect (name TEXT NOT NULL)")
-    finally:
-        await store.close()
+    """Make the table of effects; what the first app on a database writes about itself is written here too."""
+    app = App(url)
+    await app.migrate()
+    async with app, app.transaction() as transaction:
+        # No constraint on purpose: a second effect must show as a second row, not be hidden by an error.
+        await transaction.execute("CREATE TABLE effect (name TEXT NOT NULL)")
 
 
 @pytest.mark.parametrize("kind", ["refuse", "lose"])

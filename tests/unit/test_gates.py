@@ -17,6 +17,7 @@ from onefold import App, ConfigurationError, Context, Rate, Reject, Run, State, 
 from onefold.clock import give_way
 from onefold.envelope import Envelope
 from onefold.errors import SequenceGapError
+from onefold.gate import Gating
 from onefold.store import Query
 from onefold.testing import FakeClock, HastyClock, drain
 
@@ -526,3 +527,25 @@ async def test_the_database_itself_refuses_a_second_lease_in_a_line(app: App) ->
             async with app.transaction() as tx:
                 await tx.execute(f"UPDATE {table} SET state = 1, lease_until = 1, worker = 'two at once'")
         assert await app.work(until_idle=True) == 2
+
+
+@scenario
+async def test_what_is_due_does_not_wait_behind_keys_that_are_not(
+    url: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M8: one claim finds the one key with a message that is due among more keys than it may look at one by one."""
+    monkeypatch.setattr(limits, "GATES_PER_CLAIM", 16)
+    monkeypatch.setattr(limits, "GATE_PORTIONS_MAX", 2)
+    app = App(url, clock=clock)
+
+    @app.task(fair_key="{user}")
+    async def remind(user: str) -> None: ...
+
+    async with app:
+        await app.send_many(remind.options(delay=3_600).call(f"u{number:03}") for number in range(200))
+        for user in ("u000", "u199", "u100", "u099"):
+            sent = await remind.send(user)
+            leases = await app.store.claim(
+                ["default"], types=["remind"], limit=1, lease=30, worker="w", gatings={"remind": Gating(name="remind")}
+            )
+            assert [lease.id for lease in leases] == [sent.id]

@@ -573,7 +573,7 @@ def test_a_thread_that_does_not_react_is_abandoned_and_replaced(bench: Bench, ca
         assert record.failure is not None
         assert record.failure.error_type == "onefold.errors.HandlerTimeoutError"
         assert await after.result() == "onefold-handler-2"
-        assert "thread_abandoned thread=onefold-handler-1 running=stuck " + sent.id in caplog.text
+        assert f'thread_abandoned thread=onefold-handler-1 running="stuck {sent.id}"' in caplog.text
         release.set()
         await asyncio.to_thread(over.wait, 30)
         assert len(refused) == 6

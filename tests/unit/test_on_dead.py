@@ -47,7 +47,7 @@ def test_a_hook_is_told_of_a_letter_and_commits_like_any_handler(bench: Bench) -
         assert await bench.effects() == [receipt.id]
         (hook,) = [one for one in await bench.messages() if one.envelope.message_type == "alert"]
         assert (hook.state, hook.envelope.causation_id) == (State.DONE, receipt.id)
-        assert hook.envelope.idempotency_key == f"{receipt.id}:{letter.fence}"
+        assert hook.envelope.idempotency_key == f"derived:dead/{receipt.id}:{letter.fence}"
 
     bench.run(scenario)
 

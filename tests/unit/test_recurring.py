@@ -302,7 +302,7 @@ def test_a_users_key_cannot_look_like_a_schedules() -> None:
 
     with pytest.raises(EnvelopeError, match="of a schedule"):
         greet.call("(schedule) tick@2030-01-01T00:00:00+00:00")
-    with pytest.raises(ConfigurationError, match="of a schedule"):
+    with pytest.raises(EnvelopeError, match="of a schedule"):
         greet.options(key="(schedule) tick")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onefold import Context, Reject, RetryPolicy, Run, SagaError, SagaStatus, State, StepStatus
+from onefold.fleet import WorkerSettings
 from onefold.step import Step, StepKind
 from onefold.testing import drain
 
@@ -53,10 +54,14 @@ class Shop:
 
     async def orchestrate(self) -> None:
         """Work on the saga only, not on its commands."""
-        await self.bench.app.work(queues=["default"], until_idle=True)
+        await self._work("default")
 
     async def serve(self) -> None:
-        await self.bench.app.work(queues=["stock"], until_idle=True)
+        await self._work("stock")
+
+    async def _work(self, queue: str) -> None:
+        # Not alone, so that it does not purge: the tests look at commands that were taken back.
+        await self.bench.app.work_as(WorkerSettings("shop", [queue], until_idle=True, alone=False))
 
     async def commands(self) -> dict[str, Any]:
         return {one.envelope.message_type: one for one in await self.bench.messages()}

@@ -92,8 +92,8 @@ ELSEWHERE: dict[type, set[str]] = {
     DeadLetter: set(),
     Schedule: set(),
     Debounced: {"carry"},
-    Task: {"adopts", "make_call", "pinned", "saga", "understands"},
-    Topic: {"adopts", "make_call", "pinned", "saga", "understands"},
+    Task: {"adopts", "make_call", "pinned", "saga", "understands", "has_key", "key_of", "read", "fingerprint_of"},
+    Topic: {"adopts", "make_call", "pinned", "saga", "understands", "has_key", "key_of", "read", "fingerprint_of"},
 }
 #: What only the synchronous side has: the way to tasks that were declared on the app behind it, and that app.
 ADDED: dict[type, set[str]] = {

@@ -90,6 +90,42 @@ def test_a_stop_that_takes_too_long_hands_back_what_still_runs(store_url: str) -
     run(store_url, declare, scenario)
 
 
+def test_a_stop_does_not_wait_for_a_handler_that_swallows_its_cancellation(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker ends, the message goes to another one without blame, and the old handler cannot commit."""
+    monkeypatch.setattr(limits, "HARD_TIMEOUT_GRACE", 0.05)
+    started, release = asyncio.Event(), asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def stubborn(ctx: Context) -> None:
+            started.set()
+            while not release.is_set():
+                try:
+                    await release.wait()
+                except asyncio.CancelledError:
+                    continue
+            await ctx.execute("INSERT INTO effect (number) VALUES (1)")
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        receipt = await app.tasks["stubborn"].send()
+        working = asyncio.create_task(app.work(stop_after=0.01))
+        await started.wait()
+        app.stop_working()
+        async with asyncio.timeout(30):
+            assert await working == 0
+        record = (await app.find(Query(ids=(receipt.id,))))[0]
+        assert (record.state, record.attempt, record.crashes) == (State.SCHEDULED, 0, 0)
+        assert f"handler_ignores_cancellation message_id={receipt.id} type=stubborn" in caplog.text
+        abandoned = [task for task in asyncio.all_tasks() if task.get_name() == "onefold-runner"]
+        release.set()
+        await asyncio.wait(abandoned, timeout=30)
+        assert (len(abandoned), await effects(app)) == (1, [])
+
+    run(store_url, declare, scenario)
+
+
 def test_losing_the_lease_cancels_the_handler_and_nothing_of_it_stays(store_url: str) -> None:
     """C14: the renewer notices the takeover, the handler is cancelled, and the worker goes on."""
     started, cancelled = asyncio.Event(), asyncio.Event()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from onefold.app import App
 from onefold.cli.checking import preflight
 from onefold.cli.console import AppOrUrl, Url, errors, find_app
 from onefold.cli.dead import cancel, dead
@@ -19,6 +20,7 @@ from onefold.cli.schedules import schedules
 from onefold.cli.working import worker
 from onefold.errors import OnefoldError
 from onefold.loading import load_app
+from onefold.origin import Origin
 from onefold.stores import schema_text
 from onefold.version import __version__
 
@@ -63,11 +65,18 @@ def migrate(
     if print_:
         typer.echo(schema_text(url or (load_app(app).url if app else None) or "sqlite:///"))
         return
-    applied = asyncio.run(find_app(app, url).migrate())
+    applied, origin = asyncio.run(_migrate(find_app(app, url, creates=True)))
     for name in applied:
         typer.echo(f"applied {name}")
     if not applied:
         typer.echo("nothing to do: the schema is up to date")
+    typer.echo(f"database {origin.identity} of app {origin.name}")
+
+
+async def _migrate(app: App) -> tuple[list[str], Origin]:
+    applied = await app.migrate()
+    async with app:
+        return applied, app.origin
 
 
 cli.command()(restored)

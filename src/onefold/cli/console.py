@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from onefold.app import App
 from onefold.errors import ConfigurationError
 from onefold.loading import load_app
+from onefold.stores import refuse_missing
 
 errors = Console(stderr=True, highlight=False)
 #: Where no terminal says how wide it is, lines are as long as they need to be: a cut id is of no use to a program.
@@ -36,11 +37,18 @@ Answer = TypeVar("Answer")
 Advance = Callable[[int], None]
 
 
-def find_app(app: str | None, url: str | None) -> App:
-    """Return the app a person named, or an app without tasks on the store they named."""
+def find_app(app: str | None, url: str | None, *, creates: bool = False) -> App:
+    """Return the app a person named, or an app without tasks on the store they named.
+
+    A URL may be misspelt, so a SQLite file that does not exist is created only where the command ``creates``.
+    """
     if app is None and url is None:
         raise ConfigurationError("say which store: MODULE:APP, or --url, or the variable ONEFOLD_URL")
-    return load_app(app) if app is not None else App(url)
+    if app is not None:
+        return load_app(app)
+    if url is not None and not creates:
+        refuse_missing(url)
+    return App(url)
 
 
 def run_on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:

@@ -27,7 +27,7 @@ from onefold.cli.console import (
     who,
 )
 from onefold.cli.words import written
-from onefold.errors import ConfigurationError
+from onefold.errors import ConfigurationError, RetentionOverError
 from onefold.inspection import DeadLetter
 from onefold.store import Query, State
 
@@ -100,7 +100,12 @@ def redrive(
     """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first."""
 
     async def act(opened: App, page: list[str]) -> list[str]:
-        return await opened.redrive(page, actor=who(actor), reason=reason)
+        try:
+            return await opened.redrive(page, actor=who(actor), reason=reason)
+        except RetentionOverError:
+            if ids:
+                raise
+            return []  # among those that were looked for; the next page may have younger ones
 
     wanted = _Wanted(ids, queue, message_type, limit)
     _move(find_app(app, url), wanted, act, dry_run, "redriven", as_json)

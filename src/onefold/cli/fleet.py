@@ -12,7 +12,7 @@ from onefold import inspection
 from onefold.app import App
 from onefold.cli.console import AppOrUrl, AsJson, Url, errors, find_app, output, print_json, run_on
 from onefold.cli.words import lasting
-from onefold.clock import MICROSECONDS, SystemClock, to_datetime
+from onefold.clock import MICROSECONDS, SystemClock, system_random, to_datetime
 from onefold.fleet import WorkerRecord
 from onefold.store import Record
 
@@ -101,19 +101,25 @@ def restored(
     *,
     actor: Annotated[str, typer.Option(help="Who you are; kept for ever.")],
     reason: Annotated[str, typer.Option(help="What happened, such as 'backup of Monday'; kept for ever.")],
+    new_identity: Annotated[
+        bool, typer.Option("--new-identity", help="It is a copy whose original lives on, such as one for staging.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Tell the store that its database was restored from a backup, before any worker is started on it.
 
     A worker from before the restore may still be alive, with a right to messages that the database has forgotten.
     Every fence rises out of its reach and every lease ends, so it can no longer write; what it had runs again.
+    The keys for outside providers stay the same, so that they recognise what they were asked before.  A copy whose
+    original lives on needs other keys, or the two take each other's answers: say --new-identity.
     """
     target = find_app(app, url)
     if not yes:
         typer.confirm("This ends every lease in the store. Was it restored from a backup?", abort=True)
-    number = run_on(target, lambda opened: _restore(opened, actor, reason))
+    number = run_on(target, lambda opened: _restore(opened, actor, reason, new_identity))
     typer.echo(f"done: {number} leases ended; workers may start")
 
 
-async def _restore(app: App, actor: str, reason: str) -> int:
-    return await inspection.restored(app.store, actor=actor, reason=reason, at=SystemClock().now())
+async def _restore(app: App, actor: str, reason: str, new_identity: bool) -> int:
+    renew = system_random() if new_identity else None
+    return await inspection.restored(app.store, actor=actor, reason=reason, at=SystemClock().now(), renew=renew)

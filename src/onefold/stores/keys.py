@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 import msgspec
 
 from onefold.codec import fingerprint_of
 from onefold.envelope import Envelope
-from onefold.store import State
+from onefold.errors import KeyReuseError
+from onefold.store import State, Stored
 
 #: What a key row is for; the numbers are what the stores keep.
 IDEMPOTENCY, DEDUPLICATION, BATCH = 0, 1, 2
@@ -62,6 +65,39 @@ def judge_deduplication(holder: Holder, envelope: Envelope, now: int) -> Verdict
     return Verdict.DUPLICATE
 
 
-def batch_fingerprint(envelopes: list[Envelope]) -> bytes:
-    """Return a digest of a whole batch: what its messages are and in which order."""
-    return fingerprint_of(b"".join(e.message_type.encode() + e.fingerprint for e in envelopes))
+def in_turn(envelopes: Collection[Envelope]) -> set[str]:
+    """Return the ids of those messages of one put that must be judged one after the other, in their order.
+
+    These are the ones with a deduplication key, and those that share their idempotency key with another of the put.
+    All others are in no other's way, so that their keys may be taken in one statement, and before these are judged.
+    """
+    windowed = {e.id for e in envelopes if e.deduplication_key is not None}
+    if len(envelopes) == 1 or (not windowed and len({e.idempotency_key for e in envelopes}) == len(envelopes)):
+        return windowed
+    times = Counter((e.scope, e.idempotency_key) for e in envelopes)
+    return windowed | {e.id for e in envelopes if times[e.scope, e.idempotency_key] > 1}
+
+
+def judge_batch(
+    batch_key: str, fingerprint: bytes, holder: Holder | None, answers: Sequence[Stored], now: int
+) -> Verdict:
+    """Decide for a batch whose messages got these answers: all of them are new, or all were there before.
+
+    Raises ``KeyReuseError`` for anything in between, and for a batch key that belongs to other content.
+    """
+    if holder is not None and (holder.state is None or (holder.expires_at is not None and holder.expires_at <= now)):
+        holder = None
+    same = holder is None or holder.fingerprint == fingerprint
+    known = [one for one in answers if one.duplicate or one.clash]
+    if same and not known:
+        return Verdict.FREE
+    if same and len(known) == len(answers) and not any(one.clash for one in known):
+        return Verdict.DUPLICATE
+    raise KeyReuseError("batch", batch_key, known[0].id if known else holder.message_id if holder else "")
+
+
+def batch_fingerprint(envelopes: Sequence[Envelope]) -> bytes:
+    """Return a digest of a whole batch: what its messages are, by which keys, and in which order."""
+    return fingerprint_of(
+        b"".join(f"{e.message_type}\0{e.idempotency_key}\0".encode() + e.fingerprint for e in envelopes)
+    )

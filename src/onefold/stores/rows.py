@@ -13,6 +13,36 @@ from onefold.store import Again, Attempt, Dead, Done, Failure, Lease, Parked, Pr
 encode_failure = msgspec.json.Encoder().encode
 _decode_failure = msgspec.json.Decoder(Failure).decode
 
+#: What reading a damaged value raises.
+UNREADABLE = (UnicodeDecodeError, msgspec.DecodeError)
+#: The column of the headers among those of ``message``.
+_HEADERS = 11
+
+
+def read_failure(data: bytes) -> Failure:
+    """Return a stored failure; one that cannot be read says so, instead of failing all that is read with it."""
+    try:
+        return _decode_failure(data)
+    except UNREADABLE as error:
+        text = f"what was kept of this failure cannot be read: {error}"
+        return Failure(reason="unreadable", error_type=type(error).__name__, error_message=text)
+
+
+def read_envelope(row: tuple[Any, ...]) -> tuple[Envelope, str]:
+    """Return the envelope of a row, and what is wrong with it: then it is without its headers."""
+    try:
+        return envelope_of(row), ""
+    except UNREADABLE as error:
+        return envelope_of((*row[:_HEADERS], None, *row[_HEADERS + 1 :])), f"its headers cannot be read: {error}"
+
+
+def read_reply_to(packed: bytes) -> str | None:
+    """Return whose journal is told how a message ended; headers that cannot be read name none."""
+    try:
+        return unpack_headers(packed).reply_to
+    except UNREADABLE:
+        return None
+
 
 def message_row(e: Envelope, created_at: int) -> tuple[Any, ...]:
     """Return the columns of ``message`` for one envelope."""
@@ -103,15 +133,19 @@ def lease_of(
 ) -> Lease:
     """Return the lease of a row just claimed, whose fence column still shows the fence before the claim."""
     fence, attempt, crashes, replay_count, wake = row[14:19]
-    envelope = envelope_of(row)
-    return Lease(envelope, fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker, wake, gate, gap)
+    envelope, damage = read_envelope(row)
+    lease = Lease(envelope, fence + 1, attempt + 1, crashes, replay_count, claimed_at, worker, wake, gate, gap)
+    return msgspec.structs.replace(lease, damage=damage) if damage else lease
 
 
 def record_of(row: tuple[Any, ...]) -> Record:
     """Return the record of a row of one of the ``find`` statements."""
-    fence, attempt, crashes, replay_count, state, worker, ended_at, kept_until, result, failure = row[14:24]
+    fence, attempt, crashes, replay_count, state, worker, ended_at, kept_until, body_until, result, failure = row[14:25]
+    envelope, _ = read_envelope(row)
+    # The body is what is removed first; a letter whose body is gone cannot be redriven any more.
+    redrivable = state == State.DEAD and envelope.payload_inline is not None
     return Record(
-        envelope_of(row),
+        envelope,
         State(state),
         fence,
         attempt,
@@ -121,8 +155,9 @@ def record_of(row: tuple[Any, ...]) -> Record:
         ended_at,
         kept_until,
         result,
-        None if failure is None else _decode_failure(failure),
-        *row[24:25],
+        None if failure is None else read_failure(failure),
+        suppressed=row[25] if len(row) > 25 else 0,
+        redrive_until=body_until if redrivable else None,
     )
 
 
@@ -143,7 +178,7 @@ def allows(query: Query, record: Record) -> bool:
 def attempt_of(row: tuple[Any, ...]) -> Attempt:
     """Return one failed run."""
     attempt, fence, at, worker, failure, delay = row
-    return Attempt(attempt, fence, at, worker, _decode_failure(failure), delay)
+    return Attempt(attempt, fence, at, worker, read_failure(failure), delay)
 
 
 def progress_of(row: tuple[Any, ...]) -> Progress:
