@@ -23,7 +23,11 @@ def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Sc
 
 @pytest.mark.alone
 def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(local: Scene) -> None:
-    """C13, fault 21: a thread can stop the event loop anywhere, also where nobody can renew; then nobody takes over."""
+    """C13, fault 21: a thread can stop its process while that has the write lock, so that no process can renew.
+
+    Owners have 0.3 s to renew afterwards.  A second process that keeps the lock for all of that time costs a neighbour
+    one takeover (decision 0028), never two, and never a second commit.
+    """
     for name in range(6):
         local.send("quick", *((f"{name}-{number}",) for number in range(100)))
         # Two of them one after the other are still shorter than a worker waits for the file when it starts.
@@ -32,7 +36,8 @@ def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(loca
     local.wait_ended()
     runs = local.runs()
     assert {runs[f"hold_in_a_thread:{name}"] for name in range(6)} == {1}, local.story()
-    assert {record.crashes for record in local.records().values()} == {0}
+    assert local.states() == {State.DONE: 606}
+    assert {record.crashes for record in local.records().values()} <= {0, 1}
     assert [worker.stop() for worker in workers] == [0, 0]
 
 
