@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from onefold import limits
 from onefold.announcing import announced
 from onefold.batch import Batch, Item
+from onefold.cell import CrashedError
 from onefold.clock import Clock
 from onefold.compensation import undoing
 from onefold.context import Context
@@ -35,7 +36,7 @@ from onefold.errors import (
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, deadline_of, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
-from onefold.isolation import CrashedError, DecidedError, Processes, judge
+from onefold.isolation import DecidedError, Processes, judge
 from onefold.progress import Pulse
 from onefold.refusing import refuse
 from onefold.registry import Registry
