@@ -241,7 +241,6 @@ class _Line:
     def open(self) -> None:
         """Say that all is set up, and listen."""
         self._loop = asyncio.get_running_loop()
-        os.register_at_fork(after_in_child=self._line.close)
         self.say(Ready())
         threading.Thread(target=self._listen, name="onefold-line", daemon=True).start()
 

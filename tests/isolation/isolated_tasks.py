@@ -267,6 +267,24 @@ def forks_in_a_thread(path: str, how: str) -> str:
 
 
 @app.task(isolate=True, retry=ONCE, timeout=10)
+async def waits_for_its_fork() -> str:
+    """Return when the fork, which returns at once, is gone."""
+    return _outlive_a_fork()
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+def waits_for_its_fork_in_a_thread() -> str:
+    return _outlive_a_fork()
+
+
+def _outlive_a_fork() -> str:
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return "parent"
+    return "fork"
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
 def lets_the_fork_go_on(ctx: SyncContext, insert: str, path: str, pid: int) -> str:
     """Let the fork of an earlier run go on, and return after its end."""
     with open(path, "w"):
@@ -398,3 +416,9 @@ def _hidden() -> App:
 
 #: Apps that a process cannot find: nothing in the module holds them by itself.
 HIDDEN = [_hidden()]
+
+
+if "ISOLATED_MUTANT" in os.environ:
+    import isolated_mutants
+
+    isolated_mutants.put_back()

@@ -51,6 +51,19 @@ def test_a_fork_that_comes_back_answers_for_no_message(
     sqlite_bench.run(lambda: a_fork_answers_for_no_message(sqlite_bench, tmp_path, task, how))
 
 
+async def a_fork_does_not_answer_before_its_parent(task: Any) -> None:
+    """The fork of a run comes back up the stack, while its parent waits for it."""
+    sent = await task.send()
+    await app.work(until_idle=True)
+    assert await sent.result() == "parent"
+
+
+@pytest.mark.parametrize("task", [tasks.waits_for_its_fork, tasks.waits_for_its_fork_in_a_thread])
+def test_a_fork_does_not_answer_before_its_parent(sqlite_bench: Bench, task: Any) -> None:
+    """C15: within one run the number is the same; the fork must not write at all."""
+    sqlite_bench.run(lambda: a_fork_does_not_answer_before_its_parent(task))
+
+
 def test_forks_of_a_handler_can_be_told_to_end(sqlite_bench: Bench) -> None:
     """M40: a process that leaves signals to its worker must not make its forks deaf."""
 
