@@ -63,7 +63,7 @@ class Process:
         threading.Thread(target=self._watch, name="onefold-watcher", daemon=True).start()
 
     @classmethod
-    async def start(cls, directory: str) -> Process:
+    async def start(cls, directory: str | None) -> Process:
         """Start a process and wait until it is ready.
 
         Where there is no room for one, for want of memory, processes, threads or descriptors, ``BusyError`` is raised.
@@ -87,7 +87,7 @@ class Process:
         return process
 
     @classmethod
-    async def _launch(cls, directory: str) -> Process:
+    async def _launch(cls, directory: str | None) -> Process:
         with contextlib.ExitStack() as undo:
             evidence = unnamed_file("onefold-evidence")
             undo.callback(os.close, evidence)
@@ -226,7 +226,7 @@ async def _bounded(seconds: float, what: str) -> AsyncIterator[None]:
         raise UnfitError(f"it {what} within {seconds:g} s") from error
 
 
-def _spawn(line: socket.socket, evidence: int, directory: str) -> subprocess.Popen[bytes]:
+def _spawn(line: socket.socket, evidence: int, directory: str | None) -> subprocess.Popen[bytes]:
     """Start an interpreter of its own; a fork of this one would share its threads' locks and its connections."""
     kept = (line.fileno(), evidence)
     return subprocess.Popen(

@@ -65,7 +65,7 @@ class Processes:
         self._room = asyncio.Semaphore(limits.ISOLATED_PROCESSES_MAX)
         self._stopping = asyncio.Event()
         # A handler on the event loop or in a thread may change it for the whole worker.
-        self._directory = os.getcwd()
+        self._directory = _working_directory()
 
     def stop(self) -> None:
         """Take note that the worker stops: a process that dies from now on was ended with it, by no fault of a run."""
@@ -131,6 +131,13 @@ class Processes:
         """End the processes; those that run a handler were killed with their run."""
         await asyncio.gather(*(process.dismiss() for process in self._idle))
         self._idle.clear()
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None  # it was removed, and a new process is where this one is
 
 
 async def _within_its_time(task: Task[Any, Any], run: Awaitable[Returned | Failed]) -> Returned | Failed:
