@@ -71,18 +71,24 @@ def end_forks(loop: asyncio.AbstractEventLoop) -> None:
     A fork that ends by itself or becomes another program is left alone, but it has none of our signal handlers:
     one that is told to end must do so, and must not pass the signal on to the original.
     """
-    thread = threading.get_ident()
+    thread, masks = threading.get_ident(), threading.local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def disown() -> None:
-        with suppress(ValueError):
-            signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
-            with suppress(ValueError):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if threading.get_ident() == thread:
             loop.call_soon(end_fork)
+        unblock()
 
-    os.register_at_fork(after_in_child=disown)
+    # Blocked meanwhile: a signal that comes before the fork is disowned would reach the original through the loop.
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=disown)
 
 
 def end_fork(error: BaseException | None = None) -> NoReturn:
