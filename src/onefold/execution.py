@@ -277,7 +277,7 @@ class Execution:
         if isinstance(error, StoreUnavailableError) and not isinstance(error, SessionLostError):
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         if isinstance(error, BusyError):
-            logger.warning("busy message_id=%s message_type=%s error=%s", lease.id, task.name, error)
+            logger.warning("busy message_id=%s message_type=%s reason=%s", lease.id, task.name, str(error))
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         return self.decide_failure(task, lease, error)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import isolated_tasks as tasks
 import pytest
@@ -160,5 +162,28 @@ def test_a_process_that_hangs_between_two_messages_is_replaced(
             os.kill(pid, 0)
         app.stop_working()
         await working
+
+    bench.run(scenario)
+
+
+def test_a_lack_of_descriptors_is_no_failure_of_the_message(
+    sqlite_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M41: it was a dead letter after its attempts; it waits, uncounted, until there is room."""
+    bench = sqlite_bench
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def scenario() -> None:
+        sent = await tasks.charges_once.send("known")
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socketpair", refuse)
+            await bench.work()
+            record = await bench.record(sent)
+            assert (record.state, record.attempt, record.crashes) == (State.SCHEDULED, 0, 0)
+        bench.clock.advance(60)
+        await bench.work()
+        assert await sent.result() == "charged"
 
     bench.run(scenario)
