@@ -95,6 +95,7 @@ class _Process:
                 self._resources[app] = opened
             return await self._handle(run, task, app)
         except BaseException as error:
+            self._line.end_if_forked(error)
             return _failed(error, run, task)
 
     async def _handle(self, run: Run, task: Task[Any, Any], app: App) -> Returned:
@@ -250,14 +251,18 @@ class _Line:
 
     def say(self, frame: Frame) -> None:
         """Say something to the worker; only this process does, never a fork of it."""
-        if os.getpid() != self._process:
-            end_fork()
+        self.end_if_forked()
         data = frames.write(frame)
         if isinstance(frame, Returned | Failed):
             self._busy = False
         # A handler in a thread says how far it is from there; frames must not get into each other.
         with self._saying:
             self._line.sendall(data)
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End this process if it is a fork of the one that the worker has started; tell what brought it back."""
+        if os.getpid() != self._process:
+            end_fork(error)
 
     async def ask(self, run: int, verb: Verb, statement: str = "", parameters: Sequence[Any] = ()) -> Any:
         """Have the worker do something, and return the rows."""

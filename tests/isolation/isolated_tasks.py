@@ -203,10 +203,16 @@ async def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
+def _start_a_program(file: int) -> None:
+    subprocess.Popen(["sleep", "600"], stdout=file)
+
+
 @app.task(isolate=True)
 async def hangs(path: str, where: str = "python") -> None:
-    """Say who runs it, then never come to an end; the file is closed when the process is gone."""
+    """Say who runs it, then never come to an end; the file is closed when the process is gone, and its program."""
     file = os.open(path, os.O_WRONLY)
+    if where == "program":
+        _start_a_program(file)
     os.write(file, f"{os.getpid()}\n".encode())
     while True:
         if where == "c":

@@ -211,7 +211,7 @@ def test_the_process_is_killed_when_its_run_is_over(sqlite_bench: Bench, tmp_pat
     bench.run(scenario)
 
 
-@pytest.mark.parametrize("where", ["python", "c"])
+@pytest.mark.parametrize("where", ["python", "c", "program"])
 def test_when_its_worker_is_killed_a_process_ends_too(sqlite_url: str, tmp_path: Path, where: str) -> None:
     """Fault 20: even while its handler never gives anybody a turn, be it in C with the interpreter's lock."""
     pipe = tmp_path / "pipe"
