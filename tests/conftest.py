@@ -8,15 +8,20 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import redis
+from tests import left_behind
 
+from onefold.clock import SystemClock, new_id, system_random
 from onefold.testing.brokers import RedisServer, find_redis
 from onefold.testing.servers import PostgresServer, find_postgres
+
+#: Under which this session's processes are found, if it is this process that looks for them.
+_MARK = pytest.StashKey[str]()
 
 _database_numbers = itertools.count(1)
 
@@ -40,6 +45,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                     terminalreporter.write_line(value)
     for name, number in sorted(totals.items()):
         terminalreporter.write_line(f"{name}: {number:,} tried")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark every process that this session will start; workers of pytest-xdist have the mark already."""
+    if left_behind.VARIABLE not in os.environ:
+        os.environ[left_behind.VARIABLE] = config.stash[_MARK] = new_id(SystemClock().now(), system_random())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """Fail the session when a process of it is left, servers included."""
+    yield
+    mark = session.config.stash.get(_MARK, None)
+    if mark is None:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    told = [f"LEFT BEHIND: {one}" for one in left_behind.wait_for_none(mark)] if left_behind.is_possible() else []
+    if told:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif not left_behind.is_possible():
+        told = ["PROCESSES THAT ARE LEFT BEHIND ARE NOT LOOKED FOR: this needs /proc, which Linux has"]
+    for line in told:
+        if reporter is not None:
+            reporter.write_line(line, red=True)
+    os.environ.pop(left_behind.VARIABLE, None)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Stage 6, lease: a worker in a process of its own, below a supervisor.
 
-``python -m onefold.child MODULE:APP CONTROL BOARD FAULTS``, with the numbers of three inherited descriptors:
+Started by ``onefold.process`` with MODULE:APP CONTROL BOARD FAULTS, the numbers of three inherited descriptors:
 the line to the supervisor, the memory shared with it, and a file for the stacks of a process that dies.
 It ends when it is told to, when it is idle if that was ordered, and when the supervisor is gone.
 """
@@ -8,7 +8,6 @@ It ends when it is told to, when it is idle if that was ordered, and when the su
 from __future__ import annotations
 
 import asyncio
-import atexit
 import faulthandler
 import logging
 import os
@@ -18,7 +17,6 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from typing import NoReturn
 
 from onefold import limits, tether
 from onefold.app import App
@@ -28,6 +26,7 @@ from onefold.errors import ConfigurationError, OnefoldError, StoreUnavailableErr
 from onefold.fleet import WorkerSettings
 from onefold.loading import load_app, set_up_logging
 from onefold.slots import Board
+from onefold.spawning import end_forks, leave
 from onefold.store import Lane
 from onefold.version import __version__
 from onefold.worker import Worker
@@ -53,8 +52,11 @@ class Child:
         self._line.setblocking(False)
         loop.add_reader(self._line, self._listen)
         loop.add_signal_handler(signal.SIGTERM, self._stop)
-        # Ctrl-C reaches the whole group of processes, and the supervisor decides what it means.
-        loop.add_signal_handler(signal.SIGINT, _ignore)
+        # Ctrl-C and the end of a terminal reach the whole group of processes; the supervisor decides what they mean.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, _ignore)
+        end_forks(loop)
         async with app:
             settled = await app.work_as(
                 self._settings(),
@@ -145,15 +147,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _leave(code: int) -> NoReturn:
-    """End without waiting for threads that handlers left behind: an ordinary end would, for ever."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 def main() -> None:
     """Be the process."""
     where, *descriptors = sys.argv[1:]
@@ -178,8 +171,8 @@ def main() -> None:
             logger.exception("worker_broken worker=%s", orders.name)
         else:
             child.say(failure_of(error))
-        _leave(1)
-    _leave(0)
+        leave(1)
+    leave(0)
 
 
 def failure_of(error: BaseException) -> Failed:
@@ -188,7 +181,3 @@ def failure_of(error: BaseException) -> Failed:
     reason = f"{type(error).__name__}: {error}" if stack else str(error)
     later = isinstance(error, StoreUnavailableError)
     return Failed(reason[: limits.ERROR_TEXT_MAX], stack[-limits.STACK_TEXT_MAX :], later)
-
-
-if __name__ == "__main__":
-    main()

@@ -38,6 +38,8 @@ class SupervisorSettings:
     #: Where the processes find the app: MODULE:APP.
     where: str
     queues: Sequence[str]
+    #: Where they begin; that of this process when it is None.
+    directory: str | None = None
     processes: int = 1
     concurrency: int = limits.CONCURRENCY
     lease_seconds: float = limits.LEASE
@@ -107,7 +109,7 @@ class Crew:
     async def employ(self, lane: Lane) -> WorkerProcess:
         """Start one more process."""
         process, line = await start_process(
-            self._settings.where, lambda pid: self._orders(pid, lane), self._capacity(lane)
+            self._settings.where, lambda pid: self._orders(pid, lane), self._capacity(lane), self._settings.directory
         )
         process.started_at, process.started_on = self._clock.steady(), self._clock.now()
         self.processes[process.name] = process
@@ -190,7 +192,11 @@ class Crew:
 
     def _death(self, process: WorkerProcess) -> Death:
         running = process.running()
-        guilty = running if process.guilty is None else [slot for slot in running if slot in process.guilty]
+        if process.guilty is not None:
+            guilty = [slot for slot in running if slot in process.guilty]
+        else:
+            # While it leaves, whatever stops the service may have ended it, and no message is blamed for that.
+            guilty = [] if process.leaving else running
         now = self._clock.steady()
         texts = {
             (slot.id, slot.fence): (

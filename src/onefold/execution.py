@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from onefold import limits
 from onefold.announcing import announced
 from onefold.batch import Batch, Item
+from onefold.cell import CrashedError
 from onefold.clock import Clock
 from onefold.compensation import undoing
 from onefold.context import Context
@@ -35,7 +36,7 @@ from onefold.errors import (
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, deadline_of, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
-from onefold.isolation import CrashedError, DecidedError, Processes, judge
+from onefold.isolation import DecidedError, Processes, judge
 from onefold.progress import Pulse
 from onefold.refusing import refuse
 from onefold.registry import Registry
@@ -276,7 +277,7 @@ class Execution:
         if isinstance(error, StoreUnavailableError) and not isinstance(error, SessionLostError):
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         if isinstance(error, BusyError):
-            logger.warning("busy message_id=%s message_type=%s error=%s", lease.id, task.name, error)
+            logger.warning("busy message_id=%s message_type=%s reason=%s", lease.id, task.name, str(error))
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
         return self.decide_failure(task, lease, error)
 

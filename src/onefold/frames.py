@@ -1,6 +1,7 @@
 """Beside the flow: what a worker and the process of an isolated handler say to each other.
 
 Each frame is a length and a record in MessagePack.  Nothing is pickled: a value that has no plain form is refused.
+Whatever concerns a run names it, so that no message gets what was said for another.
 """
 
 from __future__ import annotations
@@ -24,19 +25,16 @@ from onefold.store import Failure, Lease
 LENGTH = struct.Struct("!I")
 
 
+class UnreadableError(Exception):
+    """What came over the line is no frame."""
+
+
 class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One thing said."""
 
 
 #: What is done in the worker: SQL, looking after the lease, and the lines of the effect ledger.
 Verb = Literal["execute", "fetch", "check", "record", "steps"]
-
-
-class Setup(_Frame, frozen=True):
-    """To the process, first: where Python looks for modules."""
-
-    path: list[str]
-    variable: str | None
 
 
 class Ready(_Frame, frozen=True):
@@ -46,6 +44,8 @@ class Ready(_Frame, frozen=True):
 class Run(_Frame, frozen=True):
     """To the process: run this message with the task of that module."""
 
+    #: How many messages this process was given, with this one.
+    run: int
     module: str
     task: str
     lease: Lease
@@ -59,10 +59,13 @@ class Run(_Frame, frozen=True):
 class Begun(_Frame, frozen=True):
     """From the process: it has the message; should it die from now on, the message is to blame."""
 
+    run: int
+
 
 class Asked(_Frame, frozen=True):
     """From the process: do this for the handler."""
 
+    run: int
     number: int
     verb: Verb
     statement: str = ""
@@ -72,6 +75,7 @@ class Asked(_Frame, frozen=True):
 class Told(_Frame, frozen=True):
     """From the process: what the handler says about itself.  Nobody answers."""
 
+    run: int
     percent: float | None
     message: str
 
@@ -96,6 +100,7 @@ class Answered(_Frame, frozen=True):
 class Returned(_Frame, frozen=True):
     """From the process: the handler has returned."""
 
+    run: int
     result: bytes
     sends: list[Envelope]
     notes: list[Note]
@@ -107,6 +112,7 @@ class Failed(_Frame, frozen=True):
     Without a delay the message is dead; without a failure the worker decides, because the handler was not found.
     """
 
+    run: int
     kind: Literal["failed", "lost", "unavailable", "uncertain"]
     error: str
     text: str
@@ -115,7 +121,7 @@ class Failed(_Frame, frozen=True):
     counted: bool = True
 
 
-Frame = Setup | Ready | Run | Begun | Asked | Told | Answered | Returned | Failed
+Frame = Ready | Run | Begun | Asked | Told | Answered | Returned | Failed
 
 _MICROSECOND = dt.timedelta(microseconds=1)
 #: What MessagePack does not know, by number: how it is written as text and read again.
@@ -182,9 +188,20 @@ def write(frame: Frame) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
+def length_of(head: bytes) -> int:
+    """Return how long the frame is that follows; nothing larger is read than what may be written."""
+    (length,) = LENGTH.unpack(head)
+    if length > limits.FRAME_BYTES_MAX:
+        raise UnreadableError(f"a frame of {length} bytes, where {limits.FRAME_BYTES_MAX} are the most")
+    return int(length)
+
+
 def read(data: bytes) -> Frame:
     """Return the frame that was written, without its length."""
-    frame: Frame = _decoder.decode(data)
+    try:
+        frame: Frame = _decoder.decode(data)
+    except Exception as error:  # of the decoder, or of a value that its type refuses
+        raise UnreadableError(f"{len(data)} bytes that are no frame: {error}") from error
     return frame
 
 

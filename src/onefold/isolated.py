@@ -1,7 +1,8 @@
 """The process of isolated handlers: imports them, runs one message at a time, and asks its worker for the rest.
 
-Started by ``onefold.isolation`` with the worker's process id and two descriptors: the line to the worker, and where to
+Started by ``onefold.cell`` with the worker's process id and two descriptors: the line to the worker, and where to
 write when all ends badly.  When the worker is gone, so is this process: nothing it does could be committed any more.
+Signals that ask a program to end are the worker's business: it ends this process when the time has come.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -30,11 +32,12 @@ from onefold.errors import (
     StoreUnavailableError,
     UncertainError,
 )
-from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returned, Run, Setup, Told, Verb
+from onefold.frames import Answered, Asked, Begun, Failed, Frame, Ready, Returned, Run, Told, Verb
 from onefold.handling import make_ready, refuse_strays, watched
 from onefold.inside import current
 from onefold.progress import Pulse
 from onefold.retry import decide, failure_of
+from onefold.spawning import STOP_SIGNALS, end_fork, end_forks, kill_group
 from onefold.step import Step
 from onefold.stepping import in_time
 from onefold.store import Dead, Lease, Said
@@ -48,13 +51,21 @@ _clock = SystemClock()
 
 def main() -> None:
     """Serve the worker at the other end of the line until it hangs up."""
+    for number in STOP_SIGNALS:
+        # Unlike a signal that is ignored, this is not passed on to programs that a handler starts.
+        signal.signal(number, _leave_it_to_the_worker)
+        signal.siginterrupt(number, False)
     worker, line, evidence = (int(word) for word in sys.argv[1:4])
-    tether.die_with(worker)
+    tether.follow(worker)
     # Neither is for the processes that a handler may start.
     os.set_inheritable(line, False)
     os.set_inheritable(evidence, False)
     faulthandler.enable(file=evidence)
     asyncio.run(_Process(socket.socket(fileno=line)).serve())
+
+
+def _leave_it_to_the_worker(*_: object) -> None:
+    """Do nothing about a signal."""
 
 
 class _Process:
@@ -68,10 +79,11 @@ class _Process:
     async def serve(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(watched())
+            end_forks(asyncio.get_running_loop())
             self._line.open()
             # With a thread that could not be ended it is no fit place for another message.
             while not self._threads.abandoned and (run := await self._line.next_run()) is not None:
-                self._line.say(Begun())
+                self._line.say(Begun(run.run))
                 self._line.say(await self._run(run, stack))
 
     async def _run(self, run: Run, stack: contextlib.AsyncExitStack) -> Returned | Failed:
@@ -83,10 +95,11 @@ class _Process:
                 self._resources[app] = opened
             return await self._handle(run, task, app)
         except BaseException as error:
-            return _failed(error, run.lease, task)
+            self._line.end_if_forked(error)
+            return _failed(error, run, task)
 
     async def _handle(self, run: Run, task: Task[Any, Any], app: App) -> Returned:
-        store: Any = _Remote(self._line)
+        store: Any = _Remote(self._line, run.run)
         context = _Isolated(
             run.lease,
             store,
@@ -104,7 +117,7 @@ class _Process:
             await refuse_strays(context)
             if context.uncertain is not None:
                 raise context.uncertain
-            return Returned(task.signature.encode_result(result), list(context.sends), list(context.notes))
+            return Returned(run.run, task.signature.encode_result(result), list(context.sends), list(context.notes))
         except BaseException as error:
             if context.uncertain is None or error is context.uncertain:
                 raise
@@ -127,21 +140,21 @@ def find_task(module: str, name: str) -> tuple[Task[Any, Any], App]:
     raise ConfigurationError(f"module {module} holds neither the isolated task {name} nor the app it belongs to")
 
 
-def _failed(error: BaseException, lease: Lease, task: Task[Any, Any] | None) -> Failed:
+def _failed(error: BaseException, run: Run, task: Task[Any, Any] | None) -> Failed:
     """Decide here, where the exception itself is at hand; the worker is told what it means."""
     name, text = type(error).__name__, failure_of(error, "failed").error_message
     if isinstance(error, LeaseLostError):
-        return Failed("lost", name, text)
+        return Failed(run.run, "lost", name, text)
     if isinstance(error, StoreUnavailableError):
-        return Failed("unavailable", name, text)
+        return Failed(run.run, "unavailable", name, text)
     if isinstance(error, UncertainError):
-        return Failed("uncertain", error.name, text)
+        return Failed(run.run, "uncertain", error.name, text)
     if task is None:
-        return Failed("failed", name, f"{name}: {text}")
-    outcome = decide(task.retry, lease, error, now=SystemClock().now(), chance=system_random())
+        return Failed(run.run, "failed", name, f"{name}: {text}")
+    outcome = decide(task.retry, run.lease, error, now=SystemClock().now(), chance=system_random())
     if isinstance(outcome, Dead):
-        return Failed("failed", name, text, outcome.failure)
-    return Failed("failed", name, text, outcome.failure, outcome.delay, outcome.counted)
+        return Failed(run.run, "failed", name, text, outcome.failure)
+    return Failed(run.run, "failed", name, text, outcome.failure, outcome.delay, outcome.counted)
 
 
 class _Isolated(Context):
@@ -175,8 +188,9 @@ class _Isolated(Context):
 class _Remote:
     """As much of a store as the work of a handler needs, at the other end of the line."""
 
-    def __init__(self, line: _Line) -> None:
+    def __init__(self, line: _Line, run: int) -> None:
         self._line = line
+        self._run = run
 
     @contextlib.asynccontextmanager
     async def transaction(self, *, seconds: float | None = None) -> AsyncIterator[_Remote]:
@@ -188,26 +202,26 @@ class _Remote:
         raise ConfigurationError("an isolated handler has no connection of the driver's; use ctx.execute()")
 
     def tell(self, said: Said) -> None:
-        self._line.say(Told(said.percent, said.message))
+        self._line.say(Told(self._run, said.percent, said.message))
 
     async def execute(self, statement: str, parameters: Sequence[Any]) -> Any:
-        return await self._line.ask("execute", statement, parameters)
+        return await self._line.ask(self._run, "execute", statement, parameters)
 
     async def fetch(self, statement: str, parameters: Sequence[Any]) -> Any:
-        return await self._line.ask("fetch", statement, parameters)
+        return await self._line.ask(self._run, "fetch", statement, parameters)
 
     async def extend(self, leases: Sequence[Lease], *, lease: float) -> list[bool]:
-        await self._line.ask("check")
+        await self._line.ask(self._run, "check")
         return [True]
 
     async def record(self, lease: Lease, steps: Sequence[Step]) -> list[Step]:
         written = await self._line.ask(
-            "record", "", [msgspec.to_builtins(step, builtin_types=(bytes,)) for step in steps]
+            self._run, "record", "", [msgspec.to_builtins(step, builtin_types=(bytes,)) for step in steps]
         )
         return msgspec.convert(written, list[Step])
 
     async def steps(self, message_id: str) -> list[Step]:
-        return msgspec.convert(await self._line.ask("steps"), list[Step])
+        return msgspec.convert(await self._line.ask(self._run, "steps"), list[Step])
 
 
 class _Line:
@@ -215,6 +229,7 @@ class _Line:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
+        self._process = os.getpid()
         self._saying = threading.Lock()
         self._runs: asyncio.Queue[Run | None] = asyncio.Queue()
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -225,14 +240,8 @@ class _Line:
         self.deadline = 0
 
     def open(self) -> None:
-        """Set up as the worker says, and listen."""
+        """Say that all is set up, and listen."""
         self._loop = asyncio.get_running_loop()
-        setup = self._hear()
-        assert isinstance(setup, Setup)
-        sys.path[:] = setup.path
-        os.environ.pop("PYTHONPATH", None)
-        if setup.variable is not None:
-            os.environ["PYTHONPATH"] = setup.variable
         self.say(Ready())
         threading.Thread(target=self._listen, name="onefold-line", daemon=True).start()
 
@@ -241,7 +250,8 @@ class _Line:
         return await self._runs.get()
 
     def say(self, frame: Frame) -> None:
-        """Say something to the worker."""
+        """Say something to the worker; only this process does, never a fork of it."""
+        self.end_if_forked()
         data = frames.write(frame)
         if isinstance(frame, Returned | Failed):
             self._busy = False
@@ -249,24 +259,32 @@ class _Line:
         with self._saying:
             self._line.sendall(data)
 
-    async def ask(self, verb: Verb, statement: str = "", parameters: Sequence[Any] = ()) -> Any:
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """End this process if it is a fork of the one that the worker has started; tell what brought it back."""
+        if os.getpid() != self._process:
+            end_fork(error)
+
+    async def ask(self, run: int, verb: Verb, statement: str = "", parameters: Sequence[Any] = ()) -> Any:
         """Have the worker do something, and return the rows."""
         self._count += 1
-        self.say(Asked(self._count, verb, statement, [frames.pack(value) for value in parameters]))
+        self.say(Asked(run, self._count, verb, statement, [frames.pack(value) for value in parameters]))
         answer = self._asked[self._count] = self._loop.create_future()
         return await answer
 
     def _listen(self) -> None:
-        while (frame := self._hear()) is not None:
-            self._busy = True
-            self._loop.call_soon_threadsafe(self._arrive, frame)
-        if self._busy:
-            os._exit(1)
+        try:
+            while (frame := self._hear()) is not None:
+                self._busy = True
+                self._loop.call_soon_threadsafe(self._arrive, frame)
+        finally:
+            if self._busy:
+                # With what the handler has started; this process leads their group.
+                kill_group(os.getpid())
         self._loop.call_soon_threadsafe(self._runs.put_nowait, None)
 
     def _hear(self) -> Frame | None:
         head = self._read(frames.LENGTH.size)
-        return None if head is None else frames.read(self._read(frames.LENGTH.unpack(head)[0]) or b"")
+        return None if head is None else frames.read(self._read(frames.length_of(head)) or b"")
 
     def _read(self, size: int) -> bytes | None:
         data = bytearray()
@@ -291,7 +309,3 @@ class _Line:
                 answer.set_result(frame.rows)
             else:
                 answer.set_exception(frames.rebuilt(frame.error))
-
-
-if __name__ == "__main__":
-    main()

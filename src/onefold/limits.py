@@ -95,6 +95,10 @@ HANDLER_GRACE = 2.0
 ABANDONED_THREADS_MAX = 100
 #: Each is a whole interpreter with everything the app imports, tens of megabytes.
 ISOLATED_PROCESSES_MAX = 8
+#: A new one that is not ready after this long, even on a busy machine, is ended; the message waits for another.
+ISOLATED_START_SECONDS = 60.0
+#: An idle one takes a message at once.  One that has not after this long hangs, and is replaced.
+ISOLATED_BEGIN_SECONDS = 5.0
 #: One statement, its rows or one result between a worker and an isolated handler.
 FRAME_BYTES_MAX = 64 * 1_048_576
 #: Messages that one run of a batch handler gets, unless it says otherwise, and at most.

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
-from pathlib import Path
 
 from onefold.app import App
 from onefold.errors import ConfigurationError
 from onefold.sync import SyncApp
 
 
+def working_directory() -> str:
+    """Return the directory this process works in."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigurationError("the working directory was removed; start again in one that exists") from error
+
+
 def load_app(where: str) -> App:
     """Import the app a person named on the command line."""
     module_name, _, name = where.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
+    if not all(module_name.split(".")) or not _is_text(where):
+        raise ConfigurationError(f"{where!r} names no module; write MODULE:APP, such as shop:app")
+    if (here := working_directory()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module_name), name or "app")
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
+        if error.name != module_name and not module_name.startswith(f"{error.name}."):
             raise
         raise ConfigurationError(
             f"there is no module {module_name!r} here; write MODULE:APP, such as shop:app"
         ) from error
+    try:
+        found = getattr(module, name or "app")
     except AttributeError as error:
         raise ConfigurationError(f"module {module_name!r} has no {name or 'app'!r}") from error
     if isinstance(found, SyncApp):
@@ -32,6 +44,15 @@ def load_app(where: str) -> App:
     if not isinstance(found, App):
         raise ConfigurationError(f"{where} is a {type(found).__name__}, not an App")
     return found
+
+
+def _is_text(argument: str) -> bool:
+    """Whether an argument was text in the encoding of the system; other bytes come as halves of characters."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def set_up_logging(*, verbose: bool) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
-from onefold.errors import StoreError
+from onefold import limits
+from onefold.errors import StoreError, StoreUnavailableError
 from onefold.threads import wait_for
 
 R = TypeVar("R")
@@ -65,7 +66,8 @@ class Portal:
             loop, self._loop = self._loop, None
             if loop is not None and self._process == os.getpid():
                 loop.call_soon_threadsafe(self._stop.set)
-                self._thread.join()
+                # What ignores its cancellation keeps the loop from ending, and ends with the program.
+                self._thread.join(limits.HARD_TIMEOUT_GRACE)
 
     @contextmanager
     def entered(self, manager: AbstractAsyncContextManager[R]) -> Iterator[R]:
@@ -76,6 +78,7 @@ class Portal:
         loop = self._running()
         value: concurrent.futures.Future[R] = concurrent.futures.Future()
         leave: asyncio.Future[bool] = loop.create_future()
+        holding: concurrent.futures.Future[None] | None = None
 
         async def hold() -> None:
             async with manager as entered:
@@ -83,31 +86,34 @@ class Portal:
                 if not await leave:
                     raise _LeftError
 
-        holding = self.start(hold())
-        either: list[concurrent.futures.Future[Any]] = [value, holding]
-        concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
-        if not value.done():
-            holding.result()  # it could not be entered, and raises why
+        def decide(normally: bool) -> None:
+            if not leave.done():
+                leave.set_result(normally)
+
+        # An exception can strike anywhere here, out of a handler of signals: nothing may stay open.
         try:
+            holding = self.start(hold())
+            either: list[concurrent.futures.Future[Any]] = [value, holding]
+            concurrent.futures.wait(either, return_when=concurrent.futures.FIRST_COMPLETED)
+            if not value.done():
+                holding.result()  # it could not be entered, and raises why
             yield value.result()
+            loop.call_soon_threadsafe(decide, True)
+            holding.result()
         except BaseException:
-            loop.call_soon_threadsafe(leave.set_result, False)
-            with suppress(_LeftError):
-                holding.result()
+            with suppress(RuntimeError):  # the loop is closed, and has ended what it held
+                loop.call_soon_threadsafe(decide, False)
+            if holding is not None and value.done():
+                # How it ends is decided, and the caller must find it ended.
+                concurrent.futures.wait([holding])
+            elif holding is not None:
+                holding.cancel()
             raise
-        loop.call_soon_threadsafe(leave.set_result, True)
-        holding.result()
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._starting:
             if self._loop is None:
-                started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-                # A daemon: a program that ends without closing its app must not wait for ever.
-                self._thread = threading.Thread(
-                    target=lambda: asyncio.run(self._serve(started)), name="onefold-loop", daemon=True
-                )
-                self._thread.start()
-                self._process, self._loop = os.getpid(), started.result()
+                self._loop, self._process = self._start_loop(), os.getpid()
             elif self._process != os.getpid():
                 raise StoreError(
                     "this app was used before a fork, and its thread is not in the child; "
@@ -115,7 +121,33 @@ class Portal:
                 )
             return self._loop
 
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
+        started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        # A daemon: a program that ends without closing its app must not wait for ever.
+        self._thread = threading.Thread(target=self._run_loop, args=(started,), name="onefold-loop", daemon=True)
+        try:
+            self._thread.start()
+            return started.result()
+        except (OSError, RuntimeError) as error:
+            raise StoreUnavailableError(f"no event loop can be started in a thread: {error}") from error
+        except BaseException:
+            # Interrupted: a loop that was not handed over ends at once.
+            if not started.cancel():
+                started.result().call_soon_threadsafe(self._stop.set)
+            raise
+
+    def _run_loop(self, started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._serve(started))
+        except BaseException as error:
+            if started.done():
+                raise
+            # The loop needs descriptors of its own; what keeps it from starting is for the caller.
+            started.set_exception(error)
+
     async def _serve(self, started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
         self._stop = asyncio.Event()
-        started.set_result(asyncio.get_running_loop())
-        await self._stop.wait()
+        if started.set_running_or_notify_cancel():
+            started.set_result(asyncio.get_running_loop())
+            await self._stop.wait()

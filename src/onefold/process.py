@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from onefold import limits
 from onefold.control import LINE_BYTES_MAX, STOP, Failed, Orders, Ready, Stopped, line_of, word_of
-from onefold.slots import Board, Slot, unnamed_file
+from onefold.slots import Board, Slot
+from onefold.spawning import command, environment, unnamed_file
 from onefold.store import Lane
 
 #: A process that is killed may first write down where it was; then it has this long to be gone.
@@ -163,24 +163,32 @@ class WorkerProcess:
 
 
 async def start_process(
-    where: str, make_orders: Callable[[int], Orders], capacity: int
+    where: str, make_orders: Callable[[int], Orders], capacity: int, directory: str | None = None
 ) -> tuple[WorkerProcess, socket.socket]:
     """Start a process for the app at ``where`` and return it with the line to it; ``attend`` goes on from there."""
-    board, faults = Board.create(capacity), unnamed_file("onefold-faults")
-    ours, theirs = socket.socketpair()
-    descriptors = (theirs.fileno(), board.descriptor, faults)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "onefold.child", where, *map(str, descriptors)),
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-        )
-    except BaseException:
-        ours.close()
-        board.close()
-        os.close(faults)
-        raise
-    finally:
-        theirs.close()
-    ours.setblocking(False)
-    return WorkerProcess(process, make_orders(process.pid), board, faults), ours
+    with ExitStack() as undo:
+        board = Board.create(capacity)
+        undo.callback(board.close)
+        faults = unnamed_file("onefold-faults")
+        undo.callback(os.close, faults)
+        ours, theirs = socket.socketpair()
+        undo.callback(ours.close)
+        with theirs:
+            descriptors = (theirs.fileno(), board.descriptor, faults)
+            process = await asyncio.create_subprocess_exec(
+                *command("onefold.child", where, *map(str, descriptors)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                cwd=directory,
+                env=environment(),
+            )
+        undo.callback(_end, process)
+        ours.setblocking(False)
+        started = WorkerProcess(process, make_orders(process.pid), board, faults)
+        undo.pop_all()
+    return started, ours
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()

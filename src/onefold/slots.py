@@ -11,11 +11,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from onefold import limits
+from onefold.spawning import unnamed_file
 
 #: A slot's last word: nothing, a handler that runs, or one that returned and is not settled yet.
 _EMPTY, _RUNNING, _FINISHED = 0, 1, 2
@@ -80,8 +80,12 @@ class Board:
     def create(cls, capacity: int) -> Board:
         """Make the memory; it is gone when the last process that has it ends."""
         descriptor = unnamed_file("onefold-board")
-        os.ftruncate(descriptor, _size(capacity))
-        return cls(descriptor, capacity)
+        try:
+            os.ftruncate(descriptor, _size(capacity))
+            return cls(descriptor, capacity)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def close(self) -> None:
         """Let go of the memory; the other process keeps its own hold of it."""
@@ -156,12 +160,3 @@ class Board:
 
 def _size(capacity: int) -> int:
     return _HEADER_BYTES + capacity * _SLOT.size
-
-
-def unnamed_file(name: str) -> int:
-    """Return the descriptor of a new file that no other process can open and that leaves nothing behind."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    descriptor, path = tempfile.mkstemp(prefix=f"{name}-")
-    os.unlink(path)
-    return descriptor

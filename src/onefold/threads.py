@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from queue import SimpleQueue
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from onefold import limits
 from onefold.errors import HandlerError, HandlerTimeoutError
+from onefold.spawning import end_fork
 
 logger = logging.getLogger("onefold")
 
@@ -111,7 +113,10 @@ class Threads:
     def _start(self) -> _Thread:
         self._count += 1
         thread = _Thread(f"onefold-handler-{self._count}")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise BusyError(f"no thread can be started: {error}") from error
         return thread
 
     def _abandon(self, thread: _Thread, over: asyncio.Future[_Answer], what: str) -> None:
@@ -181,8 +186,12 @@ class _Thread(threading.Thread):
             self._stopped = True
 
     def run(self) -> None:
+        process = os.getpid()
         while (job := self._jobs.get()) is not None:
-            job.tell(self._answer(job))
+            answer = self._answer(job)
+            if os.getpid() != process:
+                end_fork(answer[1])
+            job.tell(answer)
 
     def _answer(self, job: _Job) -> _Answer:
         answer: _Answer | None = None

@@ -98,6 +98,7 @@ class Worker:
         """Ask for a graceful stop: claim nothing more, finish what runs, hand back what does not finish in time."""
         self._stopping.set()
         self._runners.stopping = True
+        self._execution.processes.stop()
         self._changed.set()
 
     def wake_ticker(self) -> None:

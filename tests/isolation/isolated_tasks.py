@@ -6,8 +6,10 @@ import asyncio
 import ctypes
 import datetime as dt
 import decimal
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -201,10 +203,16 @@ async def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
+def _start_a_program(file: int) -> None:
+    subprocess.Popen(["sleep", "600"], stdout=file)
+
+
 @app.task(isolate=True)
 async def hangs(path: str, where: str = "python") -> None:
-    """Say who runs it, then never come to an end; the file is closed when the process is gone."""
+    """Say who runs it, then never come to an end; the file is closed when the process is gone, and its program."""
     file = os.open(path, os.O_WRONLY)
+    if where == "program":
+        _start_a_program(file)
     os.write(file, f"{os.getpid()}\n".encode())
     while True:
         if where == "c":
@@ -225,6 +233,93 @@ async def leaves_a_child(how: str) -> int:
     if how == "die":
         os._exit(7)
     return pid
+
+
+@app.task(isolate=True)
+def dies_with_a_program(path: str) -> None:
+    """Start a program that holds a pipe open, and die by itself."""
+    with open(path, "w") as pipe:
+        subprocess.Popen(["sleep", "600"], stdout=pipe)
+    os._exit(7)
+
+
+def _fork(path: str) -> int:
+    """Return 0 in a fork, which waits until the pipe at ``path`` is opened for writing."""
+    if pid := os.fork():
+        return pid
+    with open(path):
+        return 0
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+async def forks(path: str, how: str) -> str:
+    """Make a fork that goes on as if it were its parent."""
+    if pid := _fork(path):
+        return str(pid)
+    if how == "raises":
+        os.execvp("no-such-program", ["no-such-program"])
+    if how == "awaits":
+        await asyncio.get_running_loop().run_in_executor(None, os.getpid)
+    return "fork"
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+def forks_in_a_thread(path: str, how: str) -> str:
+    if pid := _fork(path):
+        return str(pid)
+    if how == "raises":
+        os.execvp("no-such-program", ["no-such-program"])
+    return "fork"
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+async def waits_for_its_fork() -> str:
+    """Return when the fork, which returns at once, is gone."""
+    return _outlive_a_fork()
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+def waits_for_its_fork_in_a_thread() -> str:
+    return _outlive_a_fork()
+
+
+def _outlive_a_fork() -> str:
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return "parent"
+    return "fork"
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+def lets_the_fork_go_on(ctx: SyncContext, insert: str, path: str, pid: int) -> str:
+    """Let the fork of an earlier run go on, and return after its end."""
+    with open(path, "w"):
+        os.waitpid(pid, 0)
+    ctx.execute(insert, "own")
+    return "own"
+
+
+@app.task(isolate=True, retry=ONCE, timeout=10)
+def makes_a_pool(number: int) -> int:
+    """Use processes that are forked, asked by a signal to end, and waited for."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return sum(pool.map(abs, [-number, -number]))
+
+
+@app.task(isolate=True)
+async def stops_at(path: str, release: str, resists: bool = True) -> int:
+    """Say which process runs it, then wait until the second pipe is opened for writing."""
+    if not resists:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    await asyncio.to_thread(_rest, path, release)
+    return os.getpid()
+
+
+def _rest(path: str, release: str) -> None:
+    with open(path, "w") as pipe:
+        pipe.write(f"{os.getpid()}\n")
+    with open(release):
+        pass
 
 
 @app.task(isolate=True)
@@ -327,3 +422,9 @@ def _hidden() -> App:
 
 #: Apps that a process cannot find: nothing in the module holds them by itself.
 HIDDEN = [_hidden()]
+
+
+if "ISOLATED_MUTANT" in os.environ:
+    import isolated_mutants
+
+    isolated_mutants.put_back()

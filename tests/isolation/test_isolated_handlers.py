@@ -14,69 +14,13 @@ from typing import Any
 
 import isolated_tasks as tasks
 import pytest
+from isolated_scene import SECONDS_MAX, Bench, result_of
 from isolated_tasks import app
 
-from onefold import App, Context, LeaseLostError, Receipt, State, limits
-from onefold.store import Query, Record
-from onefold.testing.clock import FakeClock
+from onefold import App, Context, LeaseLostError, State, limits
+from onefold.store import Query
 
 HERE = Path(__file__).parent
-#: Processes are started and killed here, on machines that are busy.
-SECONDS_MAX = 120
-
-
-class Bench:
-    """The app of ``isolated_tasks``, on one store."""
-
-    def __init__(self, url: str) -> None:
-        self.insert = f"INSERT INTO effect (name) VALUES ({'?' if url.startswith('sqlite') else '%s'})"
-        clock = app._clock
-        assert isinstance(clock, FakeClock)
-        self.clock = clock
-
-    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        asyncio.run(self._within(scenario))
-
-    async def _within(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        async with asyncio.timeout(SECONDS_MAX):
-            await app.migrate()
-            async with app:
-                async with app.transaction() as tx:
-                    await tx.execute("CREATE TABLE effect (name TEXT NOT NULL)")
-                await scenario()
-
-    async def work(self) -> int:
-        return await app.work(until_idle=True, concurrency=2)
-
-    async def record(self, receipt: Receipt[Any]) -> Record:
-        return (await app.find(Query(ids=(receipt.id,))))[0]
-
-    async def effects(self) -> list[str]:
-        return [row[0] for row in await app.store.fetch("SELECT name FROM effect ORDER BY name")]
-
-    async def children(self) -> list[Record]:
-        return [one for one in await app.find(Query()) if one.envelope.message_type == "child"]
-
-
-async def result_of(receipt: Receipt[Any]) -> Any:
-    """Wait for a result in real time; the clock of the app stands still."""
-    while not (await app.find(Query(ids=(receipt.id,))))[0].state.ended:
-        turn = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.02, turn.set)
-        await turn.wait()
-    return await receipt.result()
-
-
-@pytest.fixture
-def bench(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setenv("ONEFOLD_URL", store_url)
-    return Bench(store_url)
-
-
-@pytest.fixture
-def sqlite_bench(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setenv("ONEFOLD_URL", sqlite_url)
-    return Bench(sqlite_url)
 
 
 @pytest.mark.parametrize("task", [tasks.on_loop, tasks.in_thread], ids=["on loop", "in thread"])
@@ -267,7 +211,7 @@ def test_the_process_is_killed_when_its_run_is_over(sqlite_bench: Bench, tmp_pat
     bench.run(scenario)
 
 
-@pytest.mark.parametrize("where", ["python", "c"])
+@pytest.mark.parametrize("where", ["python", "c", "program"])
 def test_when_its_worker_is_killed_a_process_ends_too(sqlite_url: str, tmp_path: Path, where: str) -> None:
     """Fault 20: even while its handler never gives anybody a turn, be it in C with the interpreter's lock."""
     pipe = tmp_path / "pipe"

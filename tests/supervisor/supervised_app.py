@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -125,3 +126,31 @@ async def wander() -> None:
     began("wander")
     os.chdir("/")
     threading.Thread(target=threading.Event().wait).start()
+
+
+@app.task(isolate=True)
+def apart(name: str, seconds: float) -> None:
+    began(f"apart:{name}")
+    time.sleep(seconds)
+
+
+@app.task
+async def fork(how: str) -> str:
+    """Make a fork that goes on as if it were the worker, and outlive it."""
+    return outlive_a_fork(how)
+
+
+@app.task
+def fork_in_a_thread(how: str) -> str:
+    return outlive_a_fork(how)
+
+
+def outlive_a_fork(how: str) -> str:
+    began("fork")
+    if pid := os.fork():
+        if how == "is told to end":
+            os.kill(pid, signal.SIGTERM)
+        return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if how == "is told to end":
+        signal.pause()
+    return "fork"

@@ -61,6 +61,21 @@ class Running:
         pid = self.process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
+    def family(self) -> list[int]:
+        """It and all processes below it, as a service manager sees them."""
+        found = [self.process.pid]
+        for pid in found:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    found += map(int, (thread / "children").read_text().split())
+        return found
+
+    def signal_all(self, number: int) -> None:
+        """Do what a service manager does: signal every process at once."""
+        for pid in self.family():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
@@ -114,15 +129,23 @@ class Scene:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "ONEFOLD_URL": self.url, "RUNS": str(self.runs_file), "PYTHONUNBUFFERED": "1"}
 
-    def work(self, *options: str, app: str = "supervised_app:app", cwd: Path = HERE, **variables: str) -> Running:
-        """Start ``onefold worker``."""
+    def work(
+        self,
+        *options: str,
+        app: str = "supervised_app:app",
+        cwd: Path = HERE,
+        program: Sequence[str] = (sys.executable, "-m", "onefold"),
+        errors: int | None = None,
+        **variables: str,
+    ) -> Running:
+        """Start ``onefold worker``; its standard error is in its log, unless ``errors`` is another descriptor."""
         log = self.directory / f"worker-{len(self.workers)}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "onefold", "worker", app, *options],
+                [*program, "worker", app, *options],
                 cwd=cwd,
                 stdout=output,
-                stderr=output,
+                stderr=output if errors is None else errors,
                 env={**self.environment, **variables},
             )
         self.workers.append(Running(process, log))

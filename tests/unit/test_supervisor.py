@@ -19,7 +19,8 @@ from onefold.crew import Crew, SupervisorSettings
 from onefold.fleet import WorkerSettings, describe, worker_name
 from onefold.health import parse_address
 from onefold.process import WorkerProcess
-from onefold.slots import Board, unnamed_file
+from onefold.slots import Board
+from onefold.spawning import unnamed_file
 from onefold.store import Lane, Record
 from onefold.supervisor import Supervisor
 from onefold.testing.clock import FakeClock

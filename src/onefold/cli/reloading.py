@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from onefold.cli.console import errors
+from onefold.cli.telling import tell
 from onefold.clock import SystemClock, pause
 
+#: To the supervisor, instead of a second signal: end at once.
+AT_ONCE = signal.SIGUSR1
 #: Names the process around a supervisor, so that the supervisor does not outlive it.
 RELOADER_VARIABLE = "ONEFOLD_RELOADER"
 #: How often to look whether a file has changed, or whether the process around is still there.
@@ -29,22 +31,24 @@ class Reloader:
     def __init__(self) -> None:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._stopping = False
+        self._signals = 0
 
     def run(self) -> int:
         """Return the exit code of the supervisor when it was stopped or is done."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
         while True:
             before = _snapshot(Path.cwd())
             self._supervisor = self._start()
             while (code := self._supervisor.poll()) is None and (self._stopping or _snapshot(Path.cwd()) == before):
                 pause(_LOOK_SECONDS)
             if code is None:
-                errors.print("onefold: the code has changed; starting again")
                 self._supervisor.terminate()
+                tell("onefold: the code has changed; starting again")
                 code = self._supervisor.wait()
             elif code and not self._stopping:
-                errors.print("onefold: waiting until the code changes")
+                tell("onefold: waiting until the code changes")
                 while not self._stopping and _snapshot(Path.cwd()) == before:
                     pause(_LOOK_SECONDS)
             else:
@@ -59,9 +63,12 @@ class Reloader:
         return subprocess.Popen([sys.executable, "-m", "onefold", *arguments], env=environment, process_group=0)
 
     def _pass_on(self, number: int, _: object) -> None:
+        """Count here: a signal to all processes of a service reaches the supervisor as well, and means one."""
+        self._signals += number != signal.SIGHUP or not self._signals
         self._stopping = True
         if self._supervisor is not None:
-            self._supervisor.send_signal(number)
+            passed = (signal.SIGTERM, AT_ONCE, signal.SIGKILL)[min(self._signals, 3) - 1]
+            self._supervisor.send_signal(passed)
 
 
 def _snapshot(directory: Path) -> dict[str, int]:

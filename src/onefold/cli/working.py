@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Annotated
@@ -13,12 +14,16 @@ import typer
 
 from onefold import limits
 from onefold.app import App
-from onefold.cli.console import AppArgument, errors
-from onefold.cli.reloading import RELOADER_VARIABLE, Reloader, watch_reloader
+from onefold.cli.console import AppArgument
+from onefold.cli.reaping import stand_in_front
+from onefold.cli.reloading import AT_ONCE, RELOADER_VARIABLE, Reloader, watch_reloader
+from onefold.cli.telling import tell
 from onefold.clock import SystemClock, system_random
 from onefold.crew import SupervisorSettings
+from onefold.errors import OnefoldError
 from onefold.health import Health, parse_address
-from onefold.loading import load_app, set_up_logging
+from onefold.loading import load_app, set_up_logging, working_directory
+from onefold.spawning import leave
 from onefold.supervisor import Supervisor
 from onefold.version import __version__
 
@@ -138,29 +143,46 @@ def worker(
     The handlers run in processes of their own.  One that dies, whatever killed it, is replaced at once; what it had
     only fetched goes to others, and a message that kills three is set aside as a dead letter with the evidence.
 
-    SIGTERM or Ctrl-C stops gracefully: nothing more is claimed, what runs may finish, the rest is handed back.
-    A second signal ends it immediately.
+    SIGTERM, Ctrl-C or the end of its terminal stops gracefully: nothing more is claimed, what runs may finish, the
+    rest is handed back.  A second SIGTERM or Ctrl-C ends it immediately.
     """
     if health is not None:
         parse_address(health)
+    stand_in_front()
     if reload:
         raise typer.Exit(Reloader().run())
-    loaded = load_app(app)
-    set_up_logging(verbose=verbose)
-    settings = SupervisorSettings(
-        where=app,
-        queues=queue or (),
-        processes=processes,
-        concurrency=concurrency,
-        lease_seconds=lease,
-        stop_seconds=stop_after,
-        stall_seconds=stall_after,
-        max_messages=max_messages,
-        max_memory_bytes=None if max_memory is None else max_memory * _MEBIBYTE,
-        until_idle=until_idle,
-        verbose=verbose,
-    )
-    asyncio.run(_supervise(loaded, settings, health))
+    # What the app does to it when it is imported must not keep its processes from finding it.
+    directory = working_directory()
+    try:
+        loaded = load_app(app)
+        set_up_logging(verbose=verbose)
+        settings = SupervisorSettings(
+            where=app,
+            directory=directory,
+            queues=queue or (),
+            processes=processes,
+            concurrency=concurrency,
+            lease_seconds=lease,
+            stop_seconds=stop_after,
+            stall_seconds=stall_after,
+            max_messages=max_messages,
+            max_memory_bytes=None if max_memory is None else max_memory * _MEBIBYTE,
+            until_idle=until_idle,
+            verbose=verbose,
+        )
+        asyncio.run(_supervise(loaded, settings, health))
+    except OnefoldError as error:
+        if not _threads_are_left():
+            raise
+        tell(f"onefold: {error}")
+        leave(1)
+    if _threads_are_left():
+        leave(0)
+
+
+def _threads_are_left() -> bool:
+    """Whether the app has threads for which the interpreter would wait at its end, perhaps for ever."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 async def _supervise(app: App, settings: SupervisorSettings, address: str | None) -> None:
@@ -168,27 +190,48 @@ async def _supervise(app: App, settings: SupervisorSettings, address: str | None
         await stack.enter_async_context(app)
         clock, settings = SystemClock(), replace(settings, queues=settings.queues or app._registry.queues())
         supervisor = Supervisor(app.store, clock, system_random(), app.tasks, settings, app.announce)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop, supervisor, loop)
+        Signals(supervisor, asyncio.get_running_loop(), reloaded=RELOADER_VARIABLE in os.environ).listen()
         if RELOADER_VARIABLE in os.environ:
-            stack.callback(loop.create_task(watch_reloader(supervisor.stop)).cancel)
+            stack.callback(asyncio.create_task(watch_reloader(supervisor.stop)).cancel)
         if address is not None:
             where = await stack.enter_async_context(Health(supervisor, clock).serve(address))
-            errors.print(f"onefold: health at http://{where}/live and /ready")
+            tell(f"onefold: health at http://{where}/live and /ready")
         names = ", ".join(app.tasks) or "none"
         plural = "" if settings.processes == 1 else f", {settings.processes} processes"
         told = f"onefold {__version__}: worker {os.getpid()} ready{plural}; tasks: {names}"
-        settled = await supervisor.run(lambda: errors.print(told, soft_wrap=True))
-        errors.print(f"onefold: worker {os.getpid()} stopped; {settled} messages settled")
+        settled = await supervisor.run(lambda: tell(told))
+        tell(f"onefold: worker {os.getpid()} stopped; {settled} messages settled")
 
 
-def _stop(supervisor: Supervisor, loop: asyncio.AbstractEventLoop) -> None:
-    """Stop gracefully, at the second signal at once, and let a third one end the process as it is."""
-    if supervisor.stopping:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-    else:
-        errors.print("onefold: stopping; handlers may finish, and a second signal ends it at once")
-    supervisor.stop()
+class Signals:
+    """What signals mean to a supervisor.
+
+    The first stops it gracefully, the second at once, and a third ends the process as it is.  The end of a terminal
+    only ever stops it gracefully: a shell and the kernel both tell of it.  Below a reloader, which counts for itself,
+    the same signal comes twice when it was sent to all processes of a service; there only ``AT_ONCE`` is a second one.
+    """
+
+    def __init__(self, supervisor: Supervisor, loop: asyncio.AbstractEventLoop, *, reloaded: bool) -> None:
+        self._supervisor = supervisor
+        self._loop = loop
+        self._reloaded = reloaded
+
+    def listen(self) -> None:
+        """Take signals from now on; one that is ignored stays so, as ``nohup`` wants it."""
+        numbers = [signal.SIGTERM, signal.SIGINT, *([AT_ONCE] if self._reloaded else [])]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            self._loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        again = self._supervisor.stopping
+        if again and (number == signal.SIGHUP or (self._reloaded and number != AT_ONCE)):
+            return
+        self._supervisor.stop()
+        if again:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
+        else:
+            tell("onefold: stopping; handlers may finish, and a second signal ends it at once")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -60,6 +62,13 @@ def _bundled() -> Iterator[Path]:
         program = Path(location) / "bin" / "redis-server"
         if os.access(program, os.X_OK):
             yield program
+
+
+@cache
+def _version(program: Path) -> tuple[int, int]:
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", told)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
 class RedisServer:
@@ -141,6 +150,9 @@ class RedisServer:
 
     def _launch(self) -> bool:
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._path()), "save": "", **self.settings}
+        if _version(self.program) >= (6, 2):
+            # Its title would be written over its environment, by which a test session finds what it has left behind.
+            options.setdefault("set-proc-title", "no")
         # The password is read from there: every user of the machine sees the arguments of a program.
         command = [str(self.program), "-"]
         for name, value in options.items():
