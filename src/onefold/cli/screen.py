@@ -14,6 +14,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -104,8 +105,9 @@ class Screen(Console):
         try:
             super().print(*objects, **options)
         except OSError as error:
-            with self.capture():
-                pass  # drops what could not be written, or it would be tried again with the next line
+            # What could not be written is dropped, or it would be tried again with the next line.
+            with suppress(OSError), self.capture():
+                pass
             self._refuse(error)
 
     def on_broken_pipe(self) -> None:
