@@ -14,17 +14,23 @@ from onefold.sync import SyncApp
 
 def load_app(where: str) -> App:
     """Import the app a person named on the command line."""
+    if "://" in where:  # which is not repeated: it may hold a password
+        raise ConfigurationError("a URL stands in the place of MODULE:APP; give it with --url, or write shop:app")
     module_name, _, name = where.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name or "app")):
+        raise ConfigurationError(f"{where!r} names no app; write MODULE:APP, such as shop:app or shop.tasks:app")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module_name), name or "app")
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not module_name.startswith(error.name):
             raise
         raise ConfigurationError(
             f"there is no module {module_name!r} here; write MODULE:APP, such as shop:app"
         ) from error
+    try:
+        found = getattr(module, name or "app")
     except AttributeError as error:
         raise ConfigurationError(f"module {module_name!r} has no {name or 'app'!r}") from error
     if isinstance(found, SyncApp):

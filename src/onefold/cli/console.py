@@ -74,7 +74,7 @@ def _read_url(file: Path) -> str:
         raise ConfigurationError(f"--url-file {str(file)!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigurationError(f"--url-file {str(file)!r} is not text in UTF-8") from None
-    if not text or len(text.encode()) > limits.URL_BYTES_MAX or len(text.splitlines()) > 1:
+    if not text or len(text.encode()) > limits.URL_BYTES_MAX or not text.isprintable():
         raise ConfigurationError(
             f"--url-file {str(file)!r} is not one line of at most {limits.URL_BYTES_MAX:,} bytes; write the URL into it"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import typer
 from onefold.cli.screen import OutputLostError, errors
 from onefold.errors import OnefoldError
 
+_SECRET_URL = re.compile(r"[a-z][a-z0-9+.-]*:/*[^/\s]*:.*@", re.IGNORECASE | re.DOTALL)
 FAILED, MISUSED, READER_GONE = 1, 2, 141
 
 
@@ -35,6 +37,10 @@ def run_command(cli: typer.Typer, arguments: Sequence[str] | None = None) -> int
 def _run(cli: typer.Typer, arguments: Sequence[str]) -> int:
     if odd := [number for number, one in enumerate(arguments, 1) if not _is_text(one)]:
         _tell(f"argument {odd[0]} is not text in UTF-8; nothing was done")
+        return MISUSED
+    if exposed := [number for number, one in enumerate(arguments) if _is_exposed(arguments, number)]:
+        # The parser would repeat it in its error.
+        _tell(f"argument {exposed[0] + 1} is a URL with a password in the place of something else; see --url-file")
         return MISUSED
     try:
         cli(arguments, prog_name="onefold")
@@ -64,6 +70,11 @@ def _is_text(argument: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _is_exposed(arguments: Sequence[str], number: int) -> bool:
+    """Whether an argument is a URL with a password where no URL is taken."""
+    return _SECRET_URL.match(arguments[number]) is not None and (number == 0 or arguments[number - 1] != "--url")
 
 
 def _repair_streams() -> None:

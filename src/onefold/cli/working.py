@@ -13,10 +13,11 @@ import typer
 
 from onefold import limits
 from onefold.app import App
-from onefold.cli.console import AppArgument, errors
+from onefold.cli.console import AppArgument, errors, warn_unknown
 from onefold.cli.reloading import RELOADER_VARIABLE, Reloader, watch_reloader
 from onefold.clock import SystemClock, system_random
 from onefold.crew import SupervisorSettings
+from onefold.fleet import parse_queues
 from onefold.health import Health, parse_address
 from onefold.loading import load_app, set_up_logging
 from onefold.supervisor import Supervisor
@@ -146,6 +147,8 @@ def worker(
     if reload:
         raise typer.Exit(Reloader().run())
     loaded = load_app(app)
+    for name in parse_queues(queue or ())[0]:
+        warn_unknown("queue", name, [task.queue for task in loaded.tasks.values()])
     set_up_logging(verbose=verbose)
     settings = SupervisorSettings(
         where=app,
