@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +215,33 @@ def test_a_worker_and_a_list_of_runs_name_what_the_code_does_not_have(
 def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (("--version",), ("version",)):
         assert run(capsys, *words) == (0, f"{__version__}\n", "")
+
+
+# help
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_says_what_a_command_changes_and_shows_a_call_that_works(path: tuple[str, ...]) -> None:
+    """The example is parsed by the command itself, so that it does not grow old."""
+    said = inspect.cleandoc(COMMANDS[path].help)
+    assert re.search(r"^Changes(:| ) ?[\w ]+", said, re.MULTILINE)
+    (example,) = [one for one in said.split("\n\n") if one.startswith("Example: ")]
+    program, *words = shlex.split(example.removeprefix("Example: "))
+    assert (program, tuple(words[: len(path)])) == ("onefold", path)
+    COMMANDS[path].make_context("onefold", words[len(path) :])
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_help_has_the_whole_names_of_options(columns: str, tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "onefold", "runs", "restart", "--help"],
+        env={**os.environ, "COLUMNS": columns},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    # Fewer than 50 columns are not written in, whatever the terminal says.
+    assert max(map(len, told.splitlines())) <= max(50, int(columns))
+    for option in ("--url-file", "--from", "--actor", "--reason", "--json"):
+        assert option in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from typing import Annotated
 
 import typer
@@ -22,9 +23,13 @@ from onefold.origin import Origin
 from onefold.stores import schema_text
 from onefold.version import __version__
 
+#: Columns that help in panels needs; in fewer it would cut the names of options.
+_PANELS_WIDTH = 60
+
 cli = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _PANELS_WIDTH else None,
     # ``run_command`` prints what is unexpected, escaped; an error is often pasted somewhere, so without values.
     pretty_exceptions_enable=False,
 )
@@ -69,7 +74,12 @@ def migrate(
     url_file: UrlFile = None,
     print_: Annotated[bool, typer.Option("--print", help="Print the SQL instead of running it.")] = False,
 ) -> None:
-    """Bring a database's schema to this version.  Safe to run twice, and from several places at once."""
+    """Bring a database's schema to this version.  Safe to run twice, and from several places at once.
+
+    Changes the schema; a SQLite file that does not exist is created.  With --print nothing.
+
+    Example: onefold migrate --url sqlite:///shop.db
+    """
     if print_:
         named = find_app(app, url, url_file, creates=True).url if app or url or url_file else None
         output.print_lines(schema_text(named or "sqlite:///"))
@@ -93,5 +103,10 @@ cli.command()(restored)
 
 @cli.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version.
+
+    Changes nothing.
+
+    Example: onefold version
+    """
     output.say(__version__)

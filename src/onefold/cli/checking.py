@@ -16,6 +16,10 @@ def preflight(app: AppArgument, as_json: AsJson = False) -> None:
 
     Run it with the code that is about to be deployed, against the store it is to work on.  Nothing is called, sent or
     written.  The exit code is 1 when something would break.
+
+    Changes nothing.
+
+    Example: onefold preflight shop.tasks:app
     """
     checked = 0
 

@@ -24,22 +24,19 @@ from onefold.store import Query
 from onefold.stores import refuse_missing
 
 AppArgument = Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the app is, such as shop.tasks:app.")]
-AppOrUrl = Annotated[
-    str | None, typer.Argument(metavar="[MODULE:APP]", help="The app, or leave it out and give --url.")
-]
+AppOrUrl = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="The app, or leave it out and give --url.")]
 Url = Annotated[
     str | None,
     typer.Option(
         envvar="ONEFOLD_URL",
         show_envvar=False,
-        help="The store's URL, instead of an app; the variable ONEFOLD_URL says the same. Other users of the machine "
-        "see the arguments of a command, so a password belongs into the variable or a file.",
+        help="The store's URL, instead of an app; or the variable ONEFOLD_URL. Others see a password in arguments.",
     ),
 ]
-UrlFile = Annotated[Path | None, typer.Option(help="A file that holds the store's URL, such as a mounted secret.")]
+UrlFile = Annotated[Path | None, typer.Option(help="A file that holds the URL, such as a secret.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Actor = Annotated[str | None, typer.Option(help="Who you are; your user name unless you say so.  Kept for ever.")]
-Reason = Annotated[str, typer.Option(help="Why; kept for ever.")]
+Actor = Annotated[str | None, typer.Option(help="Who you are; your user name unless you say so. Kept for a year.")]
+Reason = Annotated[str, typer.Option(help="Why; kept for a year.")]
 
 #: Names that a warning lists.
 _NAMES_SHOWN = 10

@@ -54,7 +54,12 @@ def list_(
     limit: Limit = limits.PAGE,
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters, the oldest first."""
+    """List dead letters, the oldest first.
+
+    Changes nothing.
+
+    Example: onefold dead list shop.tasks:app --queue mail
+    """
     wanted = _Wanted(None, queue, message_type, limit)
     found = run_on(find_app(app, url, url_file), wanted.listed)
     if as_json:
@@ -69,7 +74,12 @@ def list_(
 def show(
     message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Show everything that is known of a dead letter."""
+    """Show everything that is known of a dead letter.
+
+    Changes nothing.
+
+    Example: onefold dead show MESSAGE shop.tasks:app
+    """
 
     async def look(opened: App) -> dict[str, Any]:
         found = await opened.find(Query(ids=(message,), states=(State.DEAD,)))
@@ -99,7 +109,12 @@ def redrive(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first."""
+    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first.
+
+    Changes: each letter is a scheduled message again.
+
+    Example: onefold dead redrive shop.tasks:app --type charge --reason 'the bank is back'
+    """
 
     async def act(opened: App, page: list[str]) -> list[str]:
         try:
@@ -128,7 +143,12 @@ def discard(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Close dead letters for good; their keys are free again."""
+    """Close dead letters for good; their keys are free again.
+
+    Changes: each letter ends as discarded and cannot be redriven.
+
+    Example: onefold dead discard shop.tasks:app --id MESSAGE --reason 'test data'
+    """
 
     async def act(opened: App, page: list[str]) -> list[str]:
         return await inspection.discard(opened.store, page, actor=who(actor), reason=reason)
@@ -147,7 +167,12 @@ def cancel(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a message back, wherever it is; one that runs can no longer commit."""
+    """Take a message back, wherever it is; one that runs can no longer commit.
+
+    Changes: the message ends as cancelled, or, if it is a saga, is undone; its senders see it.
+
+    Example: onefold cancel MESSAGE shop.tasks:app --reason 'ordered twice'
+    """
     if not run_on(find_app(app, url, url_file), lambda opened: opened.cancel(message, actor=who(actor), reason=reason)):
         raise ConfigurationError(f"message {message} has ended, or never was; nothing was done")
     say({"message": message, "cancelled": True}, as_json, f"{message} was cancelled")

@@ -39,7 +39,12 @@ _UNKNOWN = ("uncertain", "stuck")
 
 @effects.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up."""
+    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up.
+
+    Changes nothing.
+
+    Example: onefold effects list shop.tasks:app
+    """
 
     async def look(opened: App) -> list[Chronicle]:
         total = sum(counts.parked for counts in (await opened.count()).values())
@@ -72,7 +77,12 @@ def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_js
 def show(
     message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Show every effect that a message has begun, and what is known of it."""
+    """Show every effect that a message has begun, and what is known of it.
+
+    Changes nothing.
+
+    Example: onefold effects show MESSAGE shop.tasks:app
+    """
     found = run_on(find_app(app, url, url_file), lambda opened: opened.ledger(message))
     if as_json:
         output.print_json(found)
@@ -101,7 +111,12 @@ def resolve(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of an uncertain effect; the message, parked because of it, runs again."""
+    """Say what became of an uncertain effect; the message, parked because of it, runs again.
+
+    Changes: what is said is recorded, and the message is scheduled.
+
+    Example: onefold effects resolve MESSAGE charge#1/card shop.tasks:app --not-happened --reason 'asked the bank'
+    """
     if happened + not_happened + again != 1:
         raise ConfigurationError("say one of --happened, --not-happened and --again")
     told = read_json("--value", value)

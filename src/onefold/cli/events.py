@@ -36,7 +36,12 @@ _STYLES = {State.DONE: "green", State.DEAD: "red", State.LEASED: "cyan", State.P
 
 @events.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """List every subscription, and the events that this app knows and nobody subscribes to."""
+    """List every subscription, and the events that this app knows and nobody subscribes to.
+
+    Changes nothing.
+
+    Example: onefold events list shop.tasks:app
+    """
     named = find_app(app, url, url_file)
     found = run_on(named, App.subscriptions)
     told = {one.event for one in found}
@@ -58,7 +63,12 @@ def show(
     since: Since = "1h",
     as_json: AsJson = False,
 ) -> None:
-    """Show who subscribes to an event, and what was published lately, how often for nobody."""
+    """Show who subscribes to an event, and what was published lately, how often for nobody.
+
+    Changes nothing.
+
+    Example: onefold events show order.placed shop.tasks:app --since 2h
+    """
     length = read_duration("--since", since)
 
     async def read(opened: App) -> tuple[list[Subscription], list[Record]]:
@@ -94,7 +104,12 @@ def unsubscribe(
     url_file: UrlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a subscription.  What was copied for it stays; while it stands in code, it comes back with a worker."""
+    """Remove a subscription.  What was copied for it stays; while it stands in code, it comes back with a worker.
+
+    Changes: later events are not copied to the subscriber.
+
+    Example: onefold events unsubscribe order.placed ship shop.tasks:app
+    """
     removed = run_on(find_app(app, url, url_file), lambda opened: opened.unsubscribe(name, subscriber))
     words = f"{subscriber} is no longer sent {name}" if removed else f"{subscriber} does not subscribe to {name}"
     say({"event": name, "subscriber": subscriber, "removed": removed}, as_json, words)
@@ -107,7 +122,12 @@ def chain(
     url_file: UrlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what caused a message and what came of it, as a tree, with what is uncertain."""
+    """Show what caused a message and what came of it, as a tree, with what is uncertain.
+
+    Changes nothing.
+
+    Example: onefold chain MESSAGE shop.tasks:app
+    """
     found = run_on(find_app(app, url, url_file), lambda opened: opened.chain(message_id))
     if found is None:
         raise ConfigurationError(f"there is no message {message_id!r}, or it is no longer kept")

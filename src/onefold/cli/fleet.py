@@ -27,6 +27,10 @@ def workers(
     """Show which workers are alive and what they hold.
 
     Every worker is vouched for every few seconds, and forgotten a minute after the last time.
+
+    Changes nothing.
+
+    Example: onefold workers shop.tasks:app --held
     """
     fleet = run_on(find_app(app, url, url_file), lambda opened: _look(opened, held))
     now = max((record.checked_at for record, _ in fleet), default=0)
@@ -121,6 +125,10 @@ def restored(
     Every fence rises out of its reach and every lease ends, so it can no longer write; what it had runs again.
     The keys for outside providers stay the same, so that they recognise what they were asked before.  A copy whose
     original lives on needs other keys, or the two take each other's answers: say --new-identity.
+
+    Changes every lease and every fence of the store, and with --new-identity its keys for outside providers.
+
+    Example: onefold restored shop.tasks:app --actor ada --reason 'backup of Monday'
     """
     target = find_app(app, url, url_file)
     if not yes:

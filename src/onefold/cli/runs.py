@@ -55,7 +55,12 @@ def list_(
     after: Annotated[str, typer.Option(help="Go on after this run, the last one of a page.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List runs, the oldest first; without a state, those that are not over."""
+    """List runs, the oldest first; without a state, those that are not over.
+
+    Changes nothing.
+
+    Example: onefold runs list shop.tasks:app --state parked --older-than 2h
+    """
     states = _read_states(state) if state else tuple(State) if everything else inspection.OPEN
     ages = (read_duration("--older-than", older_than), read_duration("--newer-than", newer_than))
 
@@ -102,6 +107,10 @@ def show(
     """Draw a run, or any other message, as a tree: what it did and when, what failed, what it waits for.
 
     A step is taken to have begun when what came before it was over; times are in UTC.
+
+    Changes nothing.
+
+    Example: onefold runs show RUN shop.tasks:app
     """
 
     async def look(opened: App) -> tuple[Chronicle, int]:
@@ -133,7 +142,12 @@ def signal(
     id: Annotated[str | None, typer.Option(help="Two signals with the same id are one.")] = None,  # noqa: A002
     as_json: AsJson = False,
 ) -> None:
-    """Tell a run something; it goes on if it waits for that."""
+    """Tell a run something; it goes on if it waits for that.
+
+    Changes: the signal is stored in the run's mailbox.
+
+    Example: onefold runs signal RUN approved shop.tasks:app --value true
+    """
     told = read_json("--value", value)
     named = find_app(app, url, url_file)
     _act(named, lambda opened: opened.signal(run, name, told, id=id), run, as_json, "told", "has ended or never was")
@@ -150,7 +164,12 @@ def cancel(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a run back, wherever it is; what it did is not undone, and its children go on."""
+    """Take a run back, wherever it is; what it did is not undone, and its children go on.
+
+    Changes: the run ends as cancelled, or, if it is a saga, is undone.
+
+    Example: onefold runs cancel RUN shop.tasks:app --reason 'ordered twice'
+    """
     cancelled = "has ended, or never was"
     _act(
         find_app(app, url, url_file),
@@ -173,7 +192,12 @@ def resume(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Let a parked run look now whether it can go on, for instance after the right code was deployed."""
+    """Let a parked run look now whether it can go on, for instance after the right code was deployed.
+
+    Changes: the run is scheduled now.
+
+    Example: onefold runs resume RUN shop.tasks:app --reason 'version 2 is deployed'
+    """
     _act(
         find_app(app, url, url_file),
         lambda opened: opened.resume(run, actor=who(actor), reason=reason),
@@ -199,6 +223,10 @@ def restart(
     """Make a run go back: the named step and everything after it is done again.
 
     What those steps did to the outside is not undone.
+
+    Changes: the journal forgets these steps, and the run is scheduled.
+
+    Example: onefold runs restart RUN shop.tasks:app --from charge#1 --reason 'wrong account'
     """
     forgotten = run_on(
         find_app(app, url, url_file),

@@ -41,7 +41,12 @@ Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed tim
 
 @schedules.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """List every schedule, with when it fires next and how late it was last time."""
+    """List every schedule, with when it fires next and how late it was last time.
+
+    Changes nothing.
+
+    Example: onefold schedules list shop.tasks:app
+    """
     found = list(run_on(find_app(app, url, url_file), App.schedules).values())
     if as_json:
         output.print_json([one.as_dict() for one in found])
@@ -53,7 +58,12 @@ def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_js
 
 @schedules.command()
 def show(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Show everything about one schedule, and its next fire times."""
+    """Show everything about one schedule, and its next fire times.
+
+    Changes nothing.
+
+    Example: onefold schedules show nightly shop.tasks:app
+    """
     found = run_on(find_app(app, url, url_file), lambda opened: _one(opened, name))
     coming = [] if found.paused or found.next_at is None else found.preview()
     if as_json:
@@ -77,7 +87,12 @@ def add(
     arguments: Annotated[str, typer.Option(help="The task's arguments, as a JSON object.")] = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Make a schedule, or change the one of this name.  Saying the same again changes nothing."""
+    """Make a schedule, or change the one of this name.  Saying the same again changes nothing.
+
+    Changes: the schedule is stored, and workers fire it.
+
+    Example: onefold schedules add nightly shop.tasks:app report --cron '0 3 * * *' --timezone Europe/Berlin
+    """
 
     async def make(opened: App) -> Schedule:
         found = opened.tasks.get(task)
@@ -96,7 +111,12 @@ def add(
 
 @schedules.command()
 def pause(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Fire nothing until the schedule is resumed."""
+    """Fire nothing until the schedule is resumed.
+
+    Changes: the schedule is stored as paused.
+
+    Example: onefold schedules pause nightly shop.tasks:app
+    """
     found, changed = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.pause))
     say(found.as_dict(), as_json, f"{name} is paused" if changed else f"{name} was paused already")
 
@@ -105,7 +125,12 @@ def pause(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile =
 def resume(
     name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Fire again from now on; what would have fired meanwhile does not."""
+    """Fire again from now on; what would have fired meanwhile does not.
+
+    Changes: the schedule is stored with its next fire time.
+
+    Example: onefold schedules resume nightly shop.tasks:app
+    """
     found, changed = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.resume))
     said = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
     say(found.as_dict(), as_json, said)
@@ -113,7 +138,12 @@ def resume(
 
 @schedules.command()
 def run(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Send the schedule's message now, out of turn; its fire times stay as they are."""
+    """Send the schedule's message now, out of turn; its fire times stay as they are.
+
+    Changes: one message is sent.
+
+    Example: onefold schedules run nightly shop.tasks:app
+    """
     _, id_ = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.run_now))
     say({"message_id": id_}, as_json, f"sent {id_}")
 
@@ -122,21 +152,31 @@ def run(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = N
 def remove(
     name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it."""
+    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it.
+
+    Changes: the schedule is removed; what it has sent stays.
+
+    Example: onefold schedules remove nightly shop.tasks:app
+    """
     found, _ = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.remove))
     say({"name": name, "removed": True}, as_json, f"{found.name} is removed")
 
 
 @schedules.command()
 def preview(
-    expression: Annotated[str | None, typer.Argument(metavar="[CRON]", help="Such as '30 2 * * *'.")] = None,
+    expression: Annotated[str | None, typer.Argument(metavar="CRON", help="Such as '30 2 * * *'.")] = None,
     timezone: Timezone = "UTC",
     every: Every = None,
     mode: Mode = None,
     number: Annotated[int, typer.Option("--number", "-n", min=1, max=1_000, help="How many fire times.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Say when an expression would fire, without making a schedule."""
+    """Say when an expression would fire, without making a schedule.
+
+    Changes nothing, and needs no store.
+
+    Example: onefold schedules preview '30 2 * * *' --timezone Europe/Berlin
+    """
     timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode)  # type: ignore[arg-type]
     coming = preview_timetable(timetable, SystemClock().now(), number)
     if as_json:

@@ -141,6 +141,10 @@ def worker(
 
     SIGTERM or Ctrl-C stops gracefully: nothing more is claimed, what runs may finish, the rest is handed back.
     A second signal ends it immediately.
+
+    Changes: messages run and are settled, due schedules fire, and what has outlived its time is removed.
+
+    Example: onefold worker shop.tasks:app --processes 4 --concurrency 50
     """
     if health is not None:
         parse_address(health)
