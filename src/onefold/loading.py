@@ -14,7 +14,7 @@ from onefold.sync import SyncApp
 
 def load_app(where: str) -> App:
     """Import the app a person named on the command line."""
-    if "://" in where:  # which is not repeated: it may hold a password
+    if "://" in where or "@" in where:  # which is not repeated: it may hold a password
         raise ConfigurationError("a URL stands in the place of MODULE:APP; give it with --url, or write shop:app")
     module_name, _, name = where.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name or "app")):

@@ -86,15 +86,15 @@ def test_a_store_can_be_named_by_a_file(
     path: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So that a password is not among the arguments, which every user of the machine can read."""
-    for text in ("", "a\nb", "a\0b", "x" * (limits.URL_BYTES_MAX + 1)):
-        code, _, err = run(capsys, *call(path, "--url-file", str(written(tmp_path, text))))
-        assert code == 1
-        assert "is not one line of at most 4,096 bytes" in err
     code, _, err = run(capsys, *call(path, "--url-file", "nowhere"))
     assert (code, err) == (1, "onefold: --url-file 'nowhere' cannot be read: No such file or directory\n")
 
 
-def test_the_file_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_holds_one_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("", "a\nb", "a\0b", "x" * (limits.URL_BYTES_MAX + 1)):
+        code, _, err = run(capsys, "migrate", "--url-file", str(written(tmp_path, text)))
+        assert code == 1
+        assert "is not one line of at most 4,096 bytes" in err
     (tmp_path / "url").write_bytes(b"\xff")
     assert run(capsys, "migrate", "--url-file", "url")[2] == "onefold: --url-file 'url' is not text in UTF-8\n"
     written(tmp_path, "sqlite:///named.db")
@@ -127,21 +127,30 @@ MISTYPED = [
     "postgresql:/app:{}@db/shop",
     "mysql://app:p@{}@db/shop",
     "postgresql://app:{}@[::1/shop",
+    "app:{}@db/shop",
 ]
 
 
-@pytest.mark.parametrize("url", MISTYPED)
-@pytest.mark.parametrize("path", WITH_URL, ids=" ".join)
+@pytest.mark.parametrize(
+    ("path", "url"), [*((path, MISTYPED[0]) for path in WITH_URL), *((("dead", "list"), url) for url in MISTYPED[1:])]
+)
 def test_a_password_is_not_repeated(
     path: tuple[str, ...], url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """M36: neither from where a URL belongs, nor from a place where it was put by mistake."""
     url = url.format(SECRET)
-    for given in (["--url", url], ["--url-file", str(written(tmp_path, url))], [url], ["x:app", url], ["--limit", url]):
+    places = [["--url", url], ["--url-file", str(written(tmp_path, url))], [url]]
+    for given in places if url.startswith("app:") else [*places, ["x:app", url], ["--limit", url]]:
         code, out, err = run(capsys, *call(path, *given))
         assert code != 0
         assert SECRET not in out + err
         assert "Traceback" not in err
+
+
+def test_other_arguments_are_not_taken_for_a_url(shop: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for reason in ("Re:10:30 ada@example.com", "fix:a:b@c", "see https://example.com/a:b"):
+        code, out, _ = run(capsys, "dead", "redrive", "--actor", "ada@example.com", "--reason", reason, "--dry-run")
+        assert (code, out) == (0, "1 letters would be redriven\n")
 
 
 # names

@@ -18,7 +18,8 @@ import typer
 from onefold.cli.screen import OutputLostError, errors
 from onefold.errors import OnefoldError
 
-_SECRET_URL = re.compile(r"[a-z][a-z0-9+.-]*:/*[^/\s]*:.*@", re.IGNORECASE | re.DOTALL)
+#: A URL with a user and a password; one slash may be missing.
+_SECRET_URL = re.compile(r"[a-z][a-z0-9+.-]*:/+[^/\s]*:\S*@", re.IGNORECASE)
 FAILED, MISUSED, READER_GONE = 1, 2, 141
 
 
