@@ -34,7 +34,7 @@ from onefold.stores import open_store
 from onefold.task import Call, Task
 from onefold.ticker import Ticker
 from onefold.tools import Middleware
-from onefold.transaction import AppTransaction, Buffer, JoinedSend, refuse_inside
+from onefold.transaction import AppTransaction, Buffer, JoinedSend, log_duplicates, refuse_inside
 from onefold.work import Work
 from onefold.worker import Worker
 
@@ -263,12 +263,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         if stored.clash:
             raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
         if stored.duplicate:
-            logger.info(
-                "duplicate_skipped message_id=%s message_type=%s idempotency_key=%s",
-                stored.id,
-                envelope.message_type,
-                envelope.idempotency_key,
-            )
+            log_duplicates([envelope], [stored])
         receipt.confirm(stored)
         return receipt
 

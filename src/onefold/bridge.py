@@ -32,6 +32,7 @@ from onefold.errors import (
 from onefold.reception import Reception
 from onefold.registry import Inlet
 from onefold.store import Query, Store, Stored
+from onefold.transaction import log_duplicates
 from onefold.transport import Delivery, Outage, Transport
 
 logger = logging.getLogger("onefold")
@@ -129,7 +130,7 @@ class Intake:
         clashes = [one for one, found in zip(deliveries, stored, strict=True) if found.clash]
         if clashes:
             await self._store.put([self._reception.refuse(self._inlet, one, "key reuse") for one in clashes])
-        self._log_duplicates(envelopes, stored)
+        log_duplicates(envelopes, stored)
 
     async def _put_alone(self, delivery: Delivery, envelope: Envelope) -> Stored:
         try:
@@ -140,16 +141,6 @@ class Intake:
             refused = self._reception.refuse(self._inlet, delivery, type(error).__name__)
             (stored,) = await self._store.put([refused])
         return stored
-
-    def _log_duplicates(self, envelopes: Sequence[Envelope], stored: Sequence[Stored]) -> None:
-        for envelope, one in zip(envelopes, stored, strict=True):
-            if one.duplicate and not one.clash:
-                logger.info(
-                    "duplicate_skipped message_id=%s message_type=%s idempotency_key=%s",
-                    one.id,
-                    envelope.message_type,
-                    envelope.idempotency_key,
-                )
 
     def _log_trouble(self, error: Exception) -> None:
         word = "store_failed" if isinstance(error, StoreError) else "transport_failed"

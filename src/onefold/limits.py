@@ -180,6 +180,8 @@ PURGE_SHARE_MAX = 0.2
 #: What people did is kept for longer than the messages they did it to: a yearly audit looks back over a whole year.
 ACT_RETENTION = 366 * DAY
 
+#: A store's URL in a file of its own; with every option of a driver it has a few hundred bytes.
+URL_BYTES_MAX = 4_096
 #: Text of an error and of its stack that is kept per attempt.
 ERROR_TEXT_MAX = 4_000
 STACK_TEXT_MAX = 16_000

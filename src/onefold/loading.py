@@ -22,9 +22,11 @@ def working_directory() -> str:
 
 def load_app(where: str) -> App:
     """Import the app a person named on the command line."""
+    if "://" in where or "@" in where:  # which is not repeated: it may hold a password
+        raise ConfigurationError("a URL stands in the place of MODULE:APP; give it with --url, or write shop:app")
     module_name, _, name = where.partition(":")
-    if not all(module_name.split(".")) or not _is_text(where):
-        raise ConfigurationError(f"{where!r} names no module; write MODULE:APP, such as shop:app")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name or "app")):
+        raise ConfigurationError(f"{where!r} names no app; write MODULE:APP, such as shop:app or shop.tasks:app")
     if (here := working_directory()) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -44,15 +46,6 @@ def load_app(where: str) -> App:
     if not isinstance(found, App):
         raise ConfigurationError(f"{where} is a {type(found).__name__}, not an App")
     return found
-
-
-def _is_text(argument: str) -> bool:
-    """Whether an argument was text in the encoding of the system; other bytes come as halves of characters."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def set_up_logging(*, verbose: bool) -> None:

@@ -17,7 +17,7 @@ from onefold.errors import LeaseLostError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.fleet import WorkerSettings
 from onefold.gate import limited_names, name_of
-from onefold.settling import Held, Settler
+from onefold.settling import Held, Settler, log_lost
 from onefold.slots import Slots
 from onefold.store import HandBack, Lane, Lease, Outcome
 from onefold.task import Task
@@ -89,6 +89,7 @@ class Runners:
         A handler can swallow its cancellation and go on for ever.  Nothing can end it but the end of its process, and
         a stop does not wait for it.
         """
+        self.stopping = True
         runners = [runner for runner in self._tasks if runner not in self._abandoned]
         for runner in runners:
             runner.cancel()
@@ -153,8 +154,8 @@ class Runners:
             run = self._execution.run(held)
             outcome = await (run if self._slots is None else self._run_published(run, [held], self._slots))
         except LeaseLostError as error:
-            logger.warning("lease_lost message_id=%s error=%s", lease.id, error)
             self._forget(held)
+            await log_lost(self._store, [lease], error)
         except StoreUnavailableError as error:
             logger.warning("store_unavailable doing=start message_id=%s error=%s", lease.id, error)
             self._settler.add(held, HandBack())
@@ -163,8 +164,11 @@ class Runners:
                 raise
             # This worker has cancelled the handler, its lease being gone or its time to stop over.
             _uncancel()
-            logger.warning("lease_lost message_id=%s handler cancelled", lease.id)
             self._drop(held)
+            if self.stopping and not held.taken_over:
+                logger.info("stopped message_id=%s message_type=%s", lease.id, lease.envelope.message_type)
+            else:
+                await log_lost(self._store, [lease], "handler cancelled")
         else:
             await self._finish(held, outcome)
         finally:
@@ -231,7 +235,12 @@ class Runners:
 
     def _hand_back(self, together: list[Held], error: BaseException) -> None:
         first = together[0].lease if together else None
-        logger.warning("batch_handed_back messages=%d message_id=%s error=%s", len(together), first and first.id, error)
+        stopped = self.stopping and not any(held.taken_over for held in together)
+        level = logging.INFO if stopped else logging.WARNING
+        told = "stopping" if stopped else error
+        logger.log(
+            level, "batch_handed_back messages=%d message_id=%s error=%s", len(together), first and first.id, told
+        )
         for held in together:
             self._drop(held)
 

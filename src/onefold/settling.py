@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from onefold.errors import StoreUnavailableError
+from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.execution import Execution
 from onefold.progress import Pulse
-from onefold.store import Again, Dead, HandBack, Lease, Outcome, damaged
+from onefold.status import cause_of
+from onefold.store import Again, Dead, HandBack, Lease, Outcome, Query, Record, State, Store, damaged
 
 logger = logging.getLogger("onefold")
 
@@ -28,6 +30,8 @@ _TOGETHER_MAX = 500
 #: them alone costs by the statement and the line rather than by the message.
 _FAILURES_WAIT = 4
 _FAILURES = (Again, Dead)
+#: How long a store is asked why a lease is gone; it is only for the log.
+_WHY_SECONDS = 2.0
 #: When the store cannot be reached, try again after this long, doubling up to the second figure.
 _BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
 
@@ -58,6 +62,32 @@ class Held:
 
 
 Settlement = tuple[Held, Outcome]
+
+
+async def log_lost(store: Store, leases: Sequence[Lease], why: object) -> None:
+    """Log that leases are gone: as ``cancelled`` where a person took the message back, otherwise as a takeover.
+
+    A store that does not answer soon is not waited for: what is lost then is logged as a takeover.
+    """
+    taken_back: set[str] = set()
+    with suppress(OnefoldError, TimeoutError):
+        async with asyncio.timeout(_WHY_SECONDS):
+            for record in await store.find(Query(ids=tuple(lease.id for lease in leases), limit=_TOGETHER_MAX)):
+                if await _was_taken_back(store, record):
+                    taken_back.add(record.envelope.id)
+    for lease in leases:
+        if lease.id in taken_back:
+            logger.info("cancelled message_id=%s message_type=%s", lease.id, lease.envelope.message_type)
+        else:
+            kind = lease.envelope.message_type
+            logger.warning("lease_lost message_id=%s message_type=%s why=%s", lease.id, kind, why)
+
+
+async def _was_taken_back(store: Store, record: Record) -> bool:
+    """Whether a person took a message back; a saga goes on, to undo what it did."""
+    if record.envelope.saga and not record.state.ended:
+        return cause_of(await store.steps(record.envelope.id), record.replay_count) is not None
+    return record.state is State.CANCELLED
 
 
 class Settler:
@@ -130,14 +160,17 @@ class Settler:
                 # Also what no store expects of a value, such as a number too large to be written.
                 await self._settle_apart(settlements, error)
                 return
+        lost: list[Lease] = []
         for (held, outcome), mine in zip(settlements, won, strict=True):
             if isinstance(outcome, HandBack):
                 pass  # whoever has it now, it is not lost
             elif mine:
                 self.done += 1
             else:
-                logger.warning("lease_lost message_id=%s outcome not recorded", held.lease.id)
+                lost.append(held.lease)
             self._settled(held)
+        if lost:
+            await log_lost(self._execution.store, lost, "outcome not recorded")
 
     async def _settle_apart(self, settlements: list[Settlement], error: Exception) -> None:
         """One of several cannot be settled as it is: settle each alone, and fail the one that is to blame."""

@@ -5,6 +5,7 @@ Nothing sent inside a transaction has left before its commit; a crash before tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,12 +19,31 @@ from onefold.store import Stored, Transaction
 from onefold.task import Call, Sendable
 from onefold.topic import Publishable
 
+logger = logging.getLogger("onefold")
+
+#: Duplicates of one commit that are logged one by one; a repeated batch may have ten thousand.
+_DUPLICATES_LOGGED = 10
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 #: Makes the message of a call and the receipt for it; given by the app, which owns clock and chance.
 Prepare = Callable[[Call[Any], Envelope | None, int], tuple[Envelope, Receipt[Any]]]
+
+
+def log_duplicates(envelopes: Sequence[Envelope], stored: Sequence[Stored]) -> None:
+    """Log what was not stored because its key was taken: each of the first few, and the number of the rest."""
+    skipped = [pair for pair in zip(envelopes, stored, strict=True) if pair[1].duplicate and not pair[1].clash]
+    for envelope, one in skipped[:_DUPLICATES_LOGGED]:
+        logger.info(
+            "duplicate_skipped message_id=%s message_type=%s idempotency_key=%s",
+            one.id,
+            envelope.message_type,
+            envelope.idempotency_key,
+        )
+    if len(skipped) > _DUPLICATES_LOGGED:
+        logger.info("duplicates_skipped messages=%d", len(skipped) - _DUPLICATES_LOGGED)
 
 
 class Buffer:
@@ -93,6 +113,7 @@ class Buffer:
 
     def confirm(self, stored: Sequence[Stored]) -> None:
         """Complete the receipts, after the commit."""
+        log_duplicates(self.envelopes, stored)
         for receipt, one in zip(self.receipts, stored, strict=True):
             receipt.confirm(one)
 

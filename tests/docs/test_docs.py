@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import codeop
 import contextlib
 import inspect
 import io
@@ -134,6 +135,31 @@ def test_every_python_block_of_the_page_runs(
     if any("redis" in block.words for block in blocks):
         monkeypatch.setenv("REDIS_URL", request.getfixturevalue("redis_url"))
     asyncio.run(asyncio.wait_for(run_page(blocks), 120))
+
+
+def paste(text: str) -> str | None:
+    """Give a text to a console line by line, as a paste does; return what is wrong with it."""
+    compiler, waiting = codeop.CommandCompiler(), list[str]()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        waiting.append(line)
+        try:
+            if compiler("\n".join(waiting), "<console>", "single") is not None:
+                waiting.clear()
+        except SyntaxError as error:
+            return f"line {number}: {error.msg}"
+    return "it has no end" if any(waiting) else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_python_block_of_the_page_can_be_pasted_into_a_console(page: Path) -> None:
+    """``python -m asyncio`` ends an indented block at an empty line, and only there.
+
+    A ``script``, a class with several methods, has empty lines inside and belongs into a file.
+    """
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    pasted = [block for block in blocks if not any(word == "script" or word.endswith(".py") for word in block.words)]
+    assert not [(block.line, wrong) for block in pasted if (wrong := paste(block.text)) is not None]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -116,6 +116,9 @@ def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
     assert table.returncode == 0, table.stderr
     assert all(one["name"] in table.stdout for one in fleet)
     assert id_ in table.stdout
+    # What a worker holds is read now, and beside it stands what it ran when it was last seen.
+    assert "holds now" in table.stdout
+    assert "ran when seen" in table.stdout
     # Once stopped, they are no longer there.
     worker.signal_twice()
     assert worker.wait() == 0

@@ -27,7 +27,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.usefixtures("project")
 def test_what_names_no_module_is_refused(where: str) -> None:
     """It was a ValueError or a TypeError of the import system before, with its stack."""
-    with pytest.raises(ConfigurationError, match="names no module; write MODULE:APP"):
+    with pytest.raises(ConfigurationError, match="names no app; write MODULE:APP"):
         load_app(where)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 
 from onefold.app import App
-from onefold.cli.console import AppArgument, AsJson, errors, output, print_json, progress, run_on
+from onefold.cli.console import AppArgument, AsJson, errors, output, progress, run_on
 from onefold.loading import load_app
 from onefold.preflight import Problem
 from onefold.preflight import preflight as check
@@ -17,6 +16,10 @@ def preflight(app: AppArgument, as_json: AsJson = False) -> None:
 
     Run it with the code that is about to be deployed, against the store it is to work on.  Nothing is called, sent or
     written.  The exit code is 1 when something would break.
+
+    Changes nothing.
+
+    Example: onefold preflight shop.tasks:app
     """
     checked = 0
 
@@ -33,18 +36,15 @@ def preflight(app: AppArgument, as_json: AsJson = False) -> None:
 
     problems = run_on(load_app(app), look)
     if as_json:
-        print_json({"checked": checked, "problems": problems})
+        output.print_json({"checked": checked, "problems": problems})
     elif problems:
-        output.print(_table(problems))
+        rows = [(_place(one), f"{one.message_type} v{one.version}", one.kind, one.detail) for one in problems]
+        output.print_table(("message", "type", "what", "why"), rows)
     if not as_json:
-        errors.print(f"{checked:,} messages checked, {len(problems):,} would break")
+        errors.say(f"{checked:,} messages checked, {len(problems):,} would break")
     if problems:
         raise typer.Exit(1)
 
 
-def _table(problems: list[Problem]) -> Table:
-    table = Table("message", "type", "what", "why", box=None, padding=(0, 2, 0, 0))
-    for one in problems:
-        message = one.message_id if one.schedule is None else f"schedule {one.schedule}"
-        table.add_row(message, f"{one.message_type} v{one.version}", one.kind, one.detail)
-    return table
+def _place(problem: Problem) -> str:
+    return problem.message_id if problem.schedule is None else f"schedule {problem.schedule}"

@@ -1,54 +1,81 @@
-"""What the commands share: where they print, how a person names an app or a store, and how long things take."""
+"""What the commands share: how a person names an app or a store, how acts are signed, and how long things take."""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import getpass
-import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from onefold import limits
 from onefold.app import App
+from onefold.cli.screen import errors as errors
+from onefold.cli.screen import output as output
 from onefold.errors import ConfigurationError
 from onefold.loading import load_app
+from onefold.store import Query
 from onefold.stores import refuse_missing
 
-errors = Console(stderr=True, highlight=False)
-#: Where no terminal says how wide it is, lines are as long as they need to be: a cut id is of no use to a program.
-_PIPED_WIDTH = 240
-output = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-
 AppArgument = Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the app is, such as shop.tasks:app.")]
-AppOrUrl = Annotated[
-    str | None, typer.Argument(metavar="[MODULE:APP]", help="The app, or leave it out and give --url.")
+AppOrUrl = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="The app, or leave it out and give --url.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="ONEFOLD_URL",
+        show_envvar=False,
+        help="The store's URL, instead of an app; or the variable ONEFOLD_URL. Others see a password in arguments.",
+    ),
 ]
-Url = Annotated[str | None, typer.Option(envvar="ONEFOLD_URL", help="The store's URL, instead of an app.")]
+UrlFile = Annotated[Path | None, typer.Option(help="A file that holds the URL, such as a secret.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Actor = Annotated[str | None, typer.Option(help="Who you are; your user name unless you say so.  Kept for ever.")]
-Reason = Annotated[str, typer.Option(help="Why; kept for ever.")]
+Actor = Annotated[str | None, typer.Option(help="Who you are; your user name unless you say so. Kept for a year.")]
+Reason = Annotated[str, typer.Option(help="Why; kept for a year.")]
+
+#: Names that a warning lists.
+_NAMES_SHOWN = 10
 
 Answer = TypeVar("Answer")
 Advance = Callable[[int], None]
 
 
-def find_app(app: str | None, url: str | None, *, creates: bool = False) -> App:
+def find_app(app: str | None, url: str | None, url_file: Path | None, *, creates: bool = False) -> App:
     """Return the app a person named, or an app without tasks on the store they named.
 
+    A file is named on the command line and a URL perhaps by the environment, so the file is preferred.
     A URL may be misspelt, so a SQLite file that does not exist is created only where the command ``creates``.
     """
-    if app is None and url is None:
-        raise ConfigurationError("say which store: MODULE:APP, or --url, or the variable ONEFOLD_URL")
     if app is not None:
         return load_app(app)
-    if url is not None and not creates:
+    if url_file is not None:
+        url = _read_url(url_file)
+    if url is None:
+        raise ConfigurationError("say which store: MODULE:APP, --url, --url-file, or the variable ONEFOLD_URL")
+    if not creates:
         refuse_missing(url)
     return App(url)
+
+
+def _read_url(file: Path) -> str:
+    """Return the URL in a file; none of its text is repeated in an error, because it holds a password."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(limits.URL_BYTES_MAX + 1).strip().decode()
+    except OSError as error:
+        raise ConfigurationError(f"--url-file {str(file)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"--url-file {str(file)!r} is not text in UTF-8") from None
+    if not text or len(text.encode()) > limits.URL_BYTES_MAX or not text.isprintable():
+        raise ConfigurationError(
+            f"--url-file {str(file)!r} is not one line of at most {limits.URL_BYTES_MAX:,} bytes; write the URL into it"
+        )
+    return text
 
 
 def run_on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:
@@ -77,17 +104,38 @@ def read_json(option: str, text: str) -> Any:
         raise ConfigurationError(f"{option} is not JSON: {error}; text needs its quotes: '\"yes\"'") from error
 
 
-def print_json(answer: object) -> None:
-    """Print for programs."""
-    typer.echo(msgspec.json.encode(answer))
-
-
 def say(answer: dict[str, Any], as_json: bool, words: str) -> None:
     """Print an answer for programs, or the same in words."""
     if as_json:
-        print_json(answer)
+        output.print_json(answer)
     else:
-        typer.echo(words)
+        output.say(words)
+
+
+def warn_unknown(what: str, name: str | None, known: Iterable[str]) -> None:
+    """Tell a person that a name they gave is not known, and which they may have meant."""
+    names = sorted(set(known))
+    if name is None or name in names:
+        return
+    close = difflib.get_close_matches(name, names, n=3)
+    told = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {_some(names)}"
+    errors.say(f"onefold: there is no {what} {name!r} here; {told}")
+
+
+async def warn_unknown_names(app: App, queue: str | None, message_type: str | None) -> None:
+    """Tell a person that a queue or a type they gave is not known: neither to the app's code nor to the store.
+
+    Worth its reads only when nothing was found.
+    """
+    if queue is not None:
+        warn_unknown("queue", queue, {*await app.count(), *(task.queue for task in app.tasks.values())})
+    if message_type is not None and app.tasks and not await app.find(Query(message_type=message_type, limit=1)):
+        warn_unknown("task or workflow", message_type, app.tasks)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} others" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(names[:_NAMES_SHOWN]) or "none") + more
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from onefold import inspection, limits
 from onefold.app import App
@@ -17,15 +16,17 @@ from onefold.cli.console import (
     AsJson,
     Reason,
     Url,
+    UrlFile,
     errors,
     find_app,
     output,
-    print_json,
     progress,
     run_on,
     say,
+    warn_unknown_names,
     who,
 )
+from onefold.cli.screen import harmless
 from onefold.cli.words import written
 from onefold.errors import ConfigurationError, RetentionOverError
 from onefold.inspection import DeadLetter
@@ -38,6 +39,8 @@ MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's
 Queue = Annotated[str | None, typer.Option(help="Only of this queue.")]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Only of this task or workflow.")]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="How many at most.")]
+#: Characters of an error in a list; `onefold dead show` has all of it.
+_ERROR_SHOWN = 80
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many it would be.")]
 
 
@@ -45,29 +48,38 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many it wo
 def list_(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     queue: Queue = None,
     message_type: TypeOption = None,
     limit: Limit = limits.PAGE,
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters, the oldest first."""
+    """List dead letters, the oldest first.
+
+    Changes nothing.
+
+    Example: onefold dead list shop.tasks:app --queue mail
+    """
     wanted = _Wanted(None, queue, message_type, limit)
-    found = run_on(find_app(app, url), wanted.letters)
+    found = run_on(find_app(app, url, url_file), wanted.listed)
     if as_json:
-        print_json([_as_dict(letter) for letter in found])
+        output.print_json([_as_dict(letter) for letter in found])
     elif not found:
-        errors.print("no dead letters")
+        errors.say("no dead letters")
     else:
-        table = Table("message", "type", "queue", "died", "reason", "error", box=None, padding=(0, 2, 0, 0))
-        for one in found:
-            row = (one.id, one.message.message_type, one.message.queue, written(one.failed_at), one.failure.reason)
-            table.add_row(*row, f"{one.failure.error_type}: {one.failure.error_message}"[:80])
-        output.print(table)
+        output.print_table(("message", "type", "queue", "died", "reason", "error"), map(_row, found))
 
 
 @dead.command()
-def show(message: MessageId, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show everything that is known of a dead letter."""
+def show(
+    message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
+) -> None:
+    """Show everything that is known of a dead letter.
+
+    Changes nothing.
+
+    Example: onefold dead show MESSAGE shop.tasks:app
+    """
 
     async def look(opened: App) -> dict[str, Any]:
         found = await opened.find(Query(ids=(message,), states=(State.DEAD,)))
@@ -75,18 +87,18 @@ def show(message: MessageId, app: AppOrUrl = None, url: Url = None, as_json: AsJ
             raise ConfigurationError(f"there is no dead letter {message!r}; see onefold runs show {message}")
         return await DeadLetter(found[0], opened.store).as_dict()
 
-    found = run_on(find_app(app, url), look)
+    found = run_on(find_app(app, url, url_file), look)
     if as_json:
-        print_json(found)
+        output.print_json(found)
         return
-    for field, value in found.items():
-        output.print(f"{field}: {value}", markup=False, soft_wrap=True)
+    output.print_fields(found)
 
 
 @dead.command()
 def redrive(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     ids: Ids = None,
     queue: Queue = None,
@@ -97,7 +109,12 @@ def redrive(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first."""
+    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first.
+
+    Changes: each letter is a scheduled message again.
+
+    Example: onefold dead redrive shop.tasks:app --type charge --reason 'the bank is back'
+    """
 
     async def act(opened: App, page: list[str]) -> list[str]:
         try:
@@ -108,13 +125,14 @@ def redrive(
             return []  # among those that were looked for; the next page may have younger ones
 
     wanted = _Wanted(ids, queue, message_type, limit)
-    _move(find_app(app, url), wanted, act, dry_run, "redriven", as_json)
+    _move(find_app(app, url, url_file), wanted, act, dry_run, "redriven", as_json)
 
 
 @dead.command()
 def discard(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     ids: Ids = None,
     queue: Queue = None,
@@ -125,26 +143,37 @@ def discard(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Close dead letters for good; their keys are free again."""
+    """Close dead letters for good; their keys are free again.
+
+    Changes: each letter ends as discarded and cannot be redriven.
+
+    Example: onefold dead discard shop.tasks:app --id MESSAGE --reason 'test data'
+    """
 
     async def act(opened: App, page: list[str]) -> list[str]:
         return await inspection.discard(opened.store, page, actor=who(actor), reason=reason)
 
     wanted = _Wanted(ids, queue, message_type, limit)
-    _move(find_app(app, url), wanted, act, dry_run, "discarded", as_json)
+    _move(find_app(app, url, url_file), wanted, act, dry_run, "discarded", as_json)
 
 
 def cancel(
     message: MessageId,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     actor: Actor = None,
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a message back, wherever it is; one that runs can no longer commit."""
-    if not run_on(find_app(app, url), lambda opened: opened.cancel(message, actor=who(actor), reason=reason)):
+    """Take a message back, wherever it is; one that runs can no longer commit.
+
+    Changes: the message ends as cancelled, or, if it is a saga, is undone; its senders see it.
+
+    Example: onefold cancel MESSAGE shop.tasks:app --reason 'ordered twice'
+    """
+    if not run_on(find_app(app, url, url_file), lambda opened: opened.cancel(message, actor=who(actor), reason=reason)):
         raise ConfigurationError(f"message {message} has ended, or never was; nothing was done")
     say({"message": message, "cancelled": True}, as_json, f"{message} was cancelled")
 
@@ -170,9 +199,16 @@ class _Wanted:
             found.append(letter)
         return found
 
+    async def listed(self, app: App) -> list[DeadLetter]:
+        """Return them; when there are none, say whether the queue or the type that was named may be misspelt."""
+        found = await self.letters(app)
+        if not found:
+            await warn_unknown_names(app, self.queue, self.message_type)
+        return found
+
     async def chosen(self, app: App) -> list[str]:
         """Return their ids."""
-        return self.ids or [letter.id for letter in await self.letters(app)]
+        return self.ids or [letter.id for letter in await self.listed(app)]
 
 
 def _move(
@@ -199,6 +235,12 @@ def _move(
     number = run_on(app, move)
     would = "would be" if dry_run else "were"
     say({done: number, "dry_run": dry_run}, as_json, f"{number:,} letters {would} {done}")
+
+
+def _row(letter: DeadLetter) -> tuple[str, ...]:
+    message, failure = letter.message, letter.failure
+    error = harmless(f"{failure.error_type}: {failure.error_message}", _ERROR_SHOWN)
+    return (letter.id, message.message_type, message.queue, written(letter.failed_at), failure.reason, error)
 
 
 def _as_dict(letter: DeadLetter) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from onefold import limits
 from onefold.app import App
@@ -16,10 +15,10 @@ from onefold.cli.console import (
     AsJson,
     Reason,
     Url,
+    UrlFile,
     errors,
     find_app,
     output,
-    print_json,
     progress,
     read_json,
     run_on,
@@ -39,8 +38,13 @@ _UNKNOWN = ("uncertain", "stuck")
 
 
 @effects.command("list")
-def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up."""
+def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up.
+
+    Changes nothing.
+
+    Example: onefold effects list shop.tasks:app
+    """
 
     async def look(opened: App) -> list[Chronicle]:
         total = sum(counts.parked for counts in (await opened.count()).values())
@@ -55,33 +59,38 @@ def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> Non
                 advance(len(page))
         return found
 
-    found = run_on(find_app(app, url), look)
+    found = run_on(find_app(app, url, url_file), look)
     if as_json:
-        print_json([_as_dict(one) for one in found])
+        output.print_json([_as_dict(one) for one in found])
     elif not found:
-        errors.print("nothing is uncertain")
+        errors.say("nothing is uncertain")
     else:
-        table = Table("message", "type", "effect", "state", "begun", "subject", box=None, padding=(0, 2, 0, 0))
-        for one in found:
-            for entry in one.unknown:
-                row = (one.id, one.message_type, entry.name, entry.state, written(entry.began_at), one.subject or "-")
-                table.add_row(*row)
-        output.print(table)
+        rows = [
+            (one.id, one.message_type, entry.name, entry.state, written(entry.began_at), one.subject or "-")
+            for one in found
+            for entry in one.unknown
+        ]
+        output.print_table(("message", "type", "effect", "state", "begun", "subject"), rows)
 
 
 @effects.command()
-def show(message: MessageId, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show every effect that a message has begun, and what is known of it."""
-    found = run_on(find_app(app, url), lambda opened: opened.ledger(message))
+def show(
+    message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
+) -> None:
+    """Show every effect that a message has begun, and what is known of it.
+
+    Changes nothing.
+
+    Example: onefold effects show MESSAGE shop.tasks:app
+    """
+    found = run_on(find_app(app, url, url_file), lambda opened: opened.ledger(message))
     if as_json:
-        print_json(found)
+        output.print_json(found)
     elif not found:
-        errors.print("it has begun no effect")
+        errors.say("it has begun no effect")
     else:
-        table = Table("effect", "state", "last begun", "tries", box=None, padding=(0, 2, 0, 0))
-        for entry in found:
-            table.add_row(entry.name, entry.state, written(entry.began_at), str(entry.tries))
-        output.print(table)
+        rows = [(entry.name, entry.state, written(entry.began_at), str(entry.tries)) for entry in found]
+        output.print_table(("effect", "state", "last begun", "tries"), rows)
 
 
 @effects.command()
@@ -90,6 +99,7 @@ def resolve(
     effect: Effect,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     happened: Annotated[bool, typer.Option("--happened", help="It happened; see --value.")] = False,
     not_happened: Annotated[bool, typer.Option("--not-happened", help="It did not: the call is made again.")] = False,
@@ -101,7 +111,12 @@ def resolve(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of an uncertain effect; the message, parked because of it, runs again."""
+    """Say what became of an uncertain effect; the message, parked because of it, runs again.
+
+    Changes: what is said is recorded, and the message is scheduled.
+
+    Example: onefold effects resolve MESSAGE charge#1/card shop.tasks:app --not-happened --reason 'asked the bank'
+    """
     if happened + not_happened + again != 1:
         raise ConfigurationError("say one of --happened, --not-happened and --again")
     told = read_json("--value", value)
@@ -111,7 +126,7 @@ def resolve(
             return await opened.resume(message, actor=who(actor), reason=reason)
         return await opened.resolve(message, effect, happened=happened, value=told, actor=who(actor), reason=reason)
 
-    if not run_on(find_app(app, url), act):
+    if not run_on(find_app(app, url, url_file), act):
         raise ConfigurationError(
             f"{effect} of {message} is not uncertain, or the message runs or has ended; "
             f"see onefold effects show {message}"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.segment import Segments
-from rich.table import Table
 from rich.tree import Tree
 
 from onefold import limits
 from onefold.app import App
 from onefold.chain import Chain, Link
-from onefold.cli.console import AppOrUrl, AsJson, Url, errors, find_app, output, print_json, run_on, say
+from onefold.cli.console import AppOrUrl, AsJson, Url, UrlFile, errors, find_app, output, run_on, say
+from onefold.cli.screen import Part, Text, line, separated
 from onefold.cli.words import lasting, read_duration, written
 from onefold.clock import MICROSECONDS, first_id, to_datetime
 from onefold.errors import ConfigurationError
@@ -35,26 +35,40 @@ _STYLES = {State.DONE: "green", State.DEAD: "red", State.LEASED: "cyan", State.P
 
 
 @events.command("list")
-def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """List every subscription, and the events that this app knows and nobody subscribes to."""
-    named = find_app(app, url)
+def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """List every subscription, and the events that this app knows and nobody subscribes to.
+
+    Changes nothing.
+
+    Example: onefold events list shop.tasks:app
+    """
+    named = find_app(app, url, url_file)
     found = run_on(named, App.subscriptions)
     told = {one.event for one in found}
     unheard = sorted(task.name for task in named.tasks.values() if isinstance(task, Topic) and task.name not in told)
     if as_json:
-        print_json({"subscriptions": [one.as_dict() for one in found], "without_subscribers": unheard})
+        output.print_json({"subscriptions": [one.as_dict() for one in found], "without_subscribers": unheard})
     elif not found and not unheard:
-        errors.print("no events")
+        errors.say("no events")
     else:
-        table = _table(found)
-        for event in unheard:
-            table.add_row(event, "no subscriber")
-        output.print(table)
+        _print_subscriptions([*map(_row, found), *((event, "no subscriber", "", "", "") for event in unheard)])
 
 
 @events.command()
-def show(name: Name, app: AppOrUrl = None, url: Url = None, since: Since = "1h", as_json: AsJson = False) -> None:
-    """Show who subscribes to an event, and what was published lately, how often for nobody."""
+def show(
+    name: Name,
+    app: AppOrUrl = None,
+    url: Url = None,
+    url_file: UrlFile = None,
+    since: Since = "1h",
+    as_json: AsJson = False,
+) -> None:
+    """Show who subscribes to an event, and what was published lately, how often for nobody.
+
+    Changes nothing.
+
+    Example: onefold events show order.placed shop.tasks:app --since 2h
+    """
     length = read_duration("--since", since)
 
     async def read(opened: App) -> tuple[list[Subscription], list[Record]]:
@@ -64,15 +78,21 @@ def show(name: Name, app: AppOrUrl = None, url: Url = None, since: Since = "1h",
         published = await opened.find(Query(message_type=name, after=after, limit=limits.PAGE_MAX))
         return [one for one in await opened.subscriptions() if one.event == name], published
 
-    found, published = run_on(find_app(app, url), read)
+    found, published = run_on(find_app(app, url, url_file), read)
     if as_json:
         answer = {"event": name, "subscriptions": [one.as_dict() for one in found]}
-        print_json({**answer, "published": [_as_dict(one) for one in published]})
+        output.print_json({**answer, "published": [_as_dict(one) for one in published]})
         return
-    output.print(_table(found) if found else f"{escape(name)}: no subscriber")
-    output.print(_published_table(published) if published else f"nothing was published in the last {escape(since)}")
+    if found:
+        _print_subscriptions(map(_row, found))
+    else:
+        output.say(f"{name}: no subscriber")
+    if published:
+        output.print_table(("published", "id", "subject", "copies"), map(_published_row, published))
+    else:
+        output.say(f"nothing was published in the last {since}")
     if len(published) == limits.PAGE_MAX:
-        output.print(f"and more; these are the first {limits.PAGE_MAX:,}: say a shorter --since")
+        output.say(f"and more; these are the first {limits.PAGE_MAX:,}: say a shorter --since")
 
 
 @events.command()
@@ -81,10 +101,16 @@ def unsubscribe(
     subscriber: Annotated[str, typer.Argument(metavar="SUBSCRIBER", help="The name of the task that subscribes.")],
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a subscription.  What was copied for it stays; while it stands in code, it comes back with a worker."""
-    removed = run_on(find_app(app, url), lambda opened: opened.unsubscribe(name, subscriber))
+    """Remove a subscription.  What was copied for it stays; while it stands in code, it comes back with a worker.
+
+    Changes: later events are not copied to the subscriber.
+
+    Example: onefold events unsubscribe order.placed ship shop.tasks:app
+    """
+    removed = run_on(find_app(app, url, url_file), lambda opened: opened.unsubscribe(name, subscriber))
     words = f"{subscriber} is no longer sent {name}" if removed else f"{subscriber} does not subscribe to {name}"
     say({"event": name, "subscriber": subscriber, "removed": removed}, as_json, words)
 
@@ -93,14 +119,20 @@ def chain(
     message_id: Annotated[str, typer.Argument(metavar="MESSAGE", help="The id of any message of the chain.")],
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what caused a message and what came of it, as a tree, with what is uncertain."""
-    found = run_on(find_app(app, url), lambda opened: opened.chain(message_id))
+    """Show what caused a message and what came of it, as a tree, with what is uncertain.
+
+    Changes nothing.
+
+    Example: onefold chain MESSAGE shop.tasks:app
+    """
+    found = run_on(find_app(app, url, url_file), lambda opened: opened.chain(message_id))
     if found is None:
         raise ConfigurationError(f"there is no message {message_id!r}, or it is no longer kept")
     if as_json:
-        print_json(found.as_dict())
+        output.print_json(found.as_dict())
     else:
         print_chain(output, found, message_id)
 
@@ -108,11 +140,12 @@ def chain(
 # drawing
 
 
-def _table(found: list[Subscription]) -> Table:
-    table = Table("event", "subscriber", "queue", "version", "since", box=None, padding=(0, 2, 0, 0))
-    for one in found:
-        table.add_row(one.event, one.subscriber, one.queue, str(one.version), written(one.since))
-    return table
+def _row(one: Subscription) -> tuple[str, ...]:
+    return (one.event, one.subscriber, one.queue, str(one.version), written(one.since))
+
+
+def _print_subscriptions(rows: Iterable[tuple[str, ...]]) -> None:
+    output.print_table(("event", "subscriber", "queue", "version", "since"), rows)
 
 
 def copies_of(event: Record) -> int | None:
@@ -130,14 +163,10 @@ def _as_dict(event: Record) -> dict[str, Any]:
     }
 
 
-def _published_table(published: list[Record]) -> Table:
-    table = Table("published", "id", "subject", "copies", box=None, padding=(0, 2, 0, 0))
-    for one in published:
-        copies = copies_of(one)
-        told = one.state.name.lower() if copies is None else f"{copies}" if copies else "no subscriber"
-        moment = written(to_datetime(one.envelope.created_at))
-        table.add_row(moment, one.envelope.id, escape(one.envelope.subject), told)
-    return table
+def _published_row(event: Record) -> tuple[str, ...]:
+    copies = copies_of(event)
+    told = event.state.name.lower() if copies is None else f"{copies}" if copies else "no subscriber"
+    return (written(to_datetime(event.envelope.created_at)), event.envelope.id, event.envelope.subject, told)
 
 
 def print_chain(console: Console, chain: Chain, here: str) -> None:
@@ -151,33 +180,31 @@ def draw_chain(chain: Chain, here: str) -> Tree:
     states = Counter(link.record.state.name.lower() for link in chain.links)
     counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
     more = "" if chain.whole else f"; these are the first {len(chain.links):,}"
-    tree = Tree(f"[bold]{escape(chain.correlation_id)}[/]  {counted}{more}")
+    tree = Tree(line((chain.correlation_id, "bold"), f"  {counted}{more}"))
     nodes: dict[str, Tree] = {}
     for link in chain.links:
         above = tree if link.parent is None else nodes[link.parent]
         nodes[link.id] = above.add(_told(link, marked=link.id == here))
         for effect in link.effects:
             style = "bold magenta" if effect.state == "uncertain" else "dim"
-            nodes[link.id].add(f"[{style}]effect {escape(effect.name)}: {effect.state}[/]")
+            nodes[link.id].add(line((f"effect {effect.name}: {effect.state}", style)))
     return tree
 
 
-def _told(link: Link, *, marked: bool) -> str:
+def _told(link: Link, *, marked: bool) -> Text:
     record, envelope = link.record, link.record.envelope
-    state = record.state.name.lower()
-    style = _STYLES.get(record.state, "default")
-    words = [f"{'[reverse]' if marked else ''}{escape(envelope.message_type)}{'[/]' if marked else ''}"]
-    words.append(f"[{style}]{state}[/]")
+    words: list[Part] = [(envelope.message_type, "reverse" if marked else "")]
+    words.append((record.state.name.lower(), _STYLES.get(record.state, "default")))
     if record.ended_at is not None:
         words.append(f"after {lasting((record.ended_at - envelope.created_at) / MICROSECONDS)}")
     if link.step is not None:
-        words.append(f"from {escape(link.step)}")
+        words.append(f"from {link.step}")
     elif link.parent is None and envelope.causation_id not in (envelope.id, envelope.correlation_id):
-        words.append(f"caused by {escape(envelope.causation_id)}")
+        words.append(f"caused by {envelope.causation_id}")
     counts = {"failed attempt": record.attempt, "crash": record.crashes, "replay": record.replay_count}
     for what, number in {**counts, "duplicate": record.suppressed}.items():
         if number:
             words.append(f"{number} {what}{'' if number == 1 else 'es' if what == 'crash' else 's'}")
     if record.failure is not None:
-        words.append(f"[red]{escape(record.failure.reason)}: {escape(record.failure.error_message)}[/]")
-    return "  ".join([*words, f"[dim]{envelope.id}[/]"])
+        words.append((f"{record.failure.reason}: {record.failure.error_message}", "red"))
+    return separated("  ", *words, (envelope.id, "dim"))

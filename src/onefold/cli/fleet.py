@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from onefold import inspection
 from onefold.app import App
-from onefold.cli.console import AppOrUrl, AsJson, Url, errors, find_app, output, print_json, run_on
+from onefold.cli.console import AppOrUrl, AsJson, Url, UrlFile, errors, find_app, output, run_on
+from onefold.cli.screen import Cell, line
 from onefold.cli.words import lasting
 from onefold.clock import MICROSECONDS, SystemClock, system_random, to_datetime
 from onefold.fleet import WorkerRecord
@@ -20,24 +20,35 @@ from onefold.store import Record
 def workers(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     held: Annotated[bool, typer.Option("--held", help="List the messages that each of them holds, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which workers are alive and what they hold.
 
     Every worker is vouched for every few seconds, and forgotten a minute after the last time.
+
+    Changes nothing.
+
+    Example: onefold workers shop.tasks:app --held
     """
-    fleet = run_on(find_app(app, url), lambda opened: _look(opened, held))
+    fleet = run_on(find_app(app, url, url_file), lambda opened: _look(opened, held))
     now = max((record.checked_at for record, _ in fleet), default=0)
     if as_json:
-        print_json([_as_dict(record, messages if held else None) for record, messages in fleet])
+        output.print_json([_as_dict(record, messages if held else None) for record, messages in fleet])
         return
     if not fleet:
-        errors.print("no workers")
+        errors.say("no workers")
         return
-    output.print(_workers_table([record for record, _ in fleet], now))
+    # A worker says what it runs only now and then, and what it holds is read now: beside each other they must say so.
+    headings = ("worker", "pid", "parent", "lane", "queues", "up", *(("holds now",) if held else ()))
+    rows = [_row(record, now, len(messages) if held else None) for record, messages in fleet]
+    output.print_table((*headings, "ran when seen", "settled", "seen"), rows)
     for record, messages in fleet if held else ():
-        output.print(_held_table(record, messages, now) if messages else f"{record.name} holds nothing")
+        if messages:
+            _print_held(record, messages, now)
+        else:
+            output.say(f"{record.name} holds nothing")
 
 
 async def _look(app: App, held: bool) -> list[tuple[WorkerRecord, list[Record]]]:
@@ -45,34 +56,35 @@ async def _look(app: App, held: bool) -> list[tuple[WorkerRecord, list[Record]]]
     return [(one, await inspection.held_by(app.store, one.name) if held else []) for one in records]
 
 
-def _workers_table(records: list[WorkerRecord], now: int) -> Table:
-    table = Table("worker", "pid", "parent", "lane", "queues", "up", "running", "settled", "seen", box=None)
-    for one in records:
-        stalled = f" [red]stalled {lasting(one.stalled_seconds)}[/]" if one.stalled_seconds else ""
-        table.add_row(
-            one.name,
-            str(one.pid),
-            "-" if one.parent is None else str(one.parent),
-            one.lane,
-            ", ".join(one.queues),
-            lasting((now - one.started_at) / MICROSECONDS),
-            f"{one.running} of {one.concurrency}{stalled}",
-            f"{one.settled:,}",
-            to_datetime(one.checked_at).strftime("%H:%M:%S"),
+def _row(one: WorkerRecord, now: int, held: int | None) -> list[Cell]:
+    stalled = f" stalled {lasting(one.stalled_seconds)}" if one.stalled_seconds else ""
+    return [
+        one.name,
+        str(one.pid),
+        "-" if one.parent is None else str(one.parent),
+        one.lane,
+        ", ".join(one.queues),
+        lasting((now - one.started_at) / MICROSECONDS),
+        *([] if held is None else [f"{held:,}"]),
+        line(f"{one.running} of {one.concurrency}", (stalled, "red")),
+        f"{one.settled:,}",
+        to_datetime(one.checked_at).strftime("%H:%M:%S"),
+    ]
+
+
+def _print_held(record: WorkerRecord, messages: list[Record], now: int) -> None:
+    rows = [
+        (
+            one.envelope.id,
+            one.envelope.message_type,
+            one.envelope.queue,
+            lasting(max(now - one.envelope.created_at, 0) / MICROSECONDS),
+            str(one.attempt + 1),
+            str(one.crashes),
         )
-    return table
-
-
-def _held_table(record: WorkerRecord, messages: list[Record], now: int) -> Table:
-    table = Table(
-        "message", "type", "queue", "age", "attempt", "crashes", title=record.name, title_justify="left", box=None
-    )
-    for one in messages:
-        envelope = one.envelope
-        age = lasting(max(now - envelope.created_at, 0) / MICROSECONDS)
-        row = (envelope.id, envelope.message_type, envelope.queue, age, str(one.attempt + 1), str(one.crashes))
-        table.add_row(*row)
-    return table
+        for one in messages
+    ]
+    output.print_table(("message", "type", "queue", "age", "attempt", "crashes"), rows, title=record.name)
 
 
 def _as_dict(record: WorkerRecord, messages: list[Record] | None) -> dict[str, Any]:
@@ -98,6 +110,7 @@ def _as_dict(record: WorkerRecord, messages: list[Record] | None) -> dict[str, A
 def restored(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     actor: Annotated[str, typer.Option(help="Who you are; kept for ever.")],
     reason: Annotated[str, typer.Option(help="What happened, such as 'backup of Monday'; kept for ever.")],
@@ -112,12 +125,16 @@ def restored(
     Every fence rises out of its reach and every lease ends, so it can no longer write; what it had runs again.
     The keys for outside providers stay the same, so that they recognise what they were asked before.  A copy whose
     original lives on needs other keys, or the two take each other's answers: say --new-identity.
+
+    Changes every lease and every fence of the store, and with --new-identity its keys for outside providers.
+
+    Example: onefold restored shop.tasks:app --actor ada --reason 'backup of Monday'
     """
-    target = find_app(app, url)
+    target = find_app(app, url, url_file)
     if not yes:
         typer.confirm("This ends every lease in the store. Was it restored from a backup?", abort=True)
     number = run_on(target, lambda opened: _restore(opened, actor, reason, new_identity))
-    typer.echo(f"done: {number} leases ended; workers may start")
+    output.say(f"done: {number} leases ended; workers may start")
 
 
 async def _restore(app: App, actor: str, reason: str, new_identity: bool) -> int:

@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from onefold import inspection, limits
 from onefold.app import App
@@ -18,18 +17,19 @@ from onefold.cli.console import (
     AsJson,
     Reason,
     Url,
+    UrlFile,
     errors,
     find_app,
     output,
-    print_json,
     progress,
     read_json,
     run_on,
     say,
+    warn_unknown,
     who,
 )
 from onefold.cli.tree import draw, waits_of
-from onefold.cli.words import lasting, read_duration, written
+from onefold.cli.words import argument, lasting, read_duration, written
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.errors import ConfigurationError
 from onefold.store import Record, State
@@ -45,6 +45,7 @@ Age = Annotated[str | None, typer.Option(help="Such as 90s, 15m, 2h or 3d.")]
 def list_(
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     state: States = None,
     everything: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
     workflow: Annotated[str | None, typer.Option(help="Only runs of this workflow.")] = None,
@@ -54,7 +55,12 @@ def list_(
     after: Annotated[str, typer.Option(help="Go on after this run, the last one of a page.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List runs, the oldest first; without a state, those that are not over."""
+    """List runs, the oldest first; without a state, those that are not over.
+
+    Changes nothing.
+
+    Example: onefold runs list shop.tasks:app --state parked --older-than 2h
+    """
     states = _read_states(state) if state else tuple(State) if everything else inspection.OPEN
     ages = (read_duration("--older-than", older_than), read_duration("--newer-than", newer_than))
 
@@ -71,17 +77,21 @@ def list_(
                     break
         return found, now
 
-    found, now = run_on(find_app(app, url), look)
+    named = find_app(app, url, url_file)
+    found, now = run_on(named, look)
     page, more = found[:limit], len(found) > limit
     if as_json:
         following = page[-1].envelope.id if more else None
-        print_json({"runs": [_as_dict(one) for one in page], "next": following})
+        output.print_json({"runs": [_as_dict(one) for one in page], "next": following})
     elif not page:
-        errors.print("no runs")
+        if workflow is not None and named.tasks:
+            warn_unknown("workflow", workflow, named.tasks)
+        errors.say("no runs")
     else:
-        output.print(_table(page, now))
+        headings = ("run", "workflow", "state", "age", "next", "subject", "why")
+        output.print_table(headings, [_row(one, now) for one in page])
         if more:
-            errors.print(f"there are more; go on with --after {page[-1].envelope.id}")
+            errors.say(f"there are more; go on with --after {argument(page[-1].envelope.id)}")
 
 
 @runs.command()
@@ -89,6 +99,7 @@ def show(
     run: RunId,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     depth: Annotated[int, typer.Option(min=0, max=10, help="How far to follow children.")] = limits.CHRONICLE_DEPTH,
     everything: Annotated[bool, typer.Option("--all", help="Draw everything, however much it is.")] = False,
     as_json: AsJson = False,
@@ -96,6 +107,10 @@ def show(
     """Draw a run, or any other message, as a tree: what it did and when, what failed, what it waits for.
 
     A step is taken to have begun when what came before it was over; times are in UTC.
+
+    Changes nothing.
+
+    Example: onefold runs show RUN shop.tasks:app
     """
 
     async def look(opened: App) -> tuple[Chronicle, int]:
@@ -105,15 +120,15 @@ def show(
         return found, await opened.store.now()
 
     with progress("reading"):
-        found, instant = run_on(find_app(app, url), look)
+        found, instant = run_on(find_app(app, url, url_file), look)
     now = to_datetime(instant)
     waits = waits_of(found, now)
     if as_json:
-        print_json({"run": found, "waits_for": waits})
+        output.print_json({"run": found, "waits_for": waits})
         return
     output.print(draw(found, now, everything=everything))
     for one in waits:
-        output.print(f"waits for {one}", style="yellow", markup=False, soft_wrap=True)
+        output.say((f"waits for {one}", "yellow"))
 
 
 @runs.command()
@@ -122,24 +137,42 @@ def signal(
     name: Annotated[str, typer.Argument(metavar="SIGNAL", help="What the run waits for, or will.")],
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     value: Annotated[str, typer.Option(help="What to tell it, as JSON.")] = "null",
     id: Annotated[str | None, typer.Option(help="Two signals with the same id are one.")] = None,  # noqa: A002
     as_json: AsJson = False,
 ) -> None:
-    """Tell a run something; it goes on if it waits for that."""
+    """Tell a run something; it goes on if it waits for that.
+
+    Changes: the signal is stored in the run's mailbox.
+
+    Example: onefold runs signal RUN approved shop.tasks:app --value true
+    """
     told = read_json("--value", value)
-    _act(app, url, lambda opened: opened.signal(run, name, told, id=id), run, as_json, "told", "has ended or never was")
+    named = find_app(app, url, url_file)
+    _act(named, lambda opened: opened.signal(run, name, told, id=id), run, as_json, "told", "has ended or never was")
 
 
 @runs.command()
 def cancel(
-    run: RunId, app: AppOrUrl = None, url: Url = None, *, actor: Actor = None, reason: Reason, as_json: AsJson = False
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    url_file: UrlFile = None,
+    *,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
 ) -> None:
-    """Take a run back, wherever it is; what it did is not undone, and its children go on."""
+    """Take a run back, wherever it is; what it did is not undone, and its children go on.
+
+    Changes: the run ends as cancelled, or, if it is a saga, is undone.
+
+    Example: onefold runs cancel RUN shop.tasks:app --reason 'ordered twice'
+    """
     cancelled = "has ended, or never was"
     _act(
-        app,
-        url,
+        find_app(app, url, url_file),
         lambda opened: opened.cancel(run, actor=who(actor), reason=reason),
         run,
         as_json,
@@ -150,12 +183,23 @@ def cancel(
 
 @runs.command()
 def resume(
-    run: RunId, app: AppOrUrl = None, url: Url = None, *, actor: Actor = None, reason: Reason, as_json: AsJson = False
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    url_file: UrlFile = None,
+    *,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
 ) -> None:
-    """Let a parked run look now whether it can go on, for instance after the right code was deployed."""
+    """Let a parked run look now whether it can go on, for instance after the right code was deployed.
+
+    Changes: the run is scheduled now.
+
+    Example: onefold runs resume RUN shop.tasks:app --reason 'version 2 is deployed'
+    """
     _act(
-        app,
-        url,
+        find_app(app, url, url_file),
         lambda opened: opened.resume(run, actor=who(actor), reason=reason),
         run,
         as_json,
@@ -169,6 +213,7 @@ def restart(
     run: RunId,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     from_step: Annotated[str, typer.Option("--from", help="The step to go back to, such as charge#1.")],
     actor: Actor = None,
@@ -178,9 +223,13 @@ def restart(
     """Make a run go back: the named step and everything after it is done again.
 
     What those steps did to the outside is not undone.
+
+    Changes: the journal forgets these steps, and the run is scheduled.
+
+    Example: onefold runs restart RUN shop.tasks:app --from charge#1 --reason 'wrong account'
     """
     forgotten = run_on(
-        find_app(app, url),
+        find_app(app, url, url_file),
         lambda opened: opened.restart(run, from_step=from_step, actor=who(actor), reason=reason),
     )
     names = list(dict.fromkeys(step.name for step in forgotten))
@@ -193,8 +242,7 @@ def restart(
 
 
 def _act(
-    app: str | None,
-    url: str | None,
+    app: App,
     act: Callable[[App], Awaitable[bool]],
     run: str,
     as_json: bool,
@@ -202,7 +250,7 @@ def _act(
     otherwise: str,
 ) -> None:
     """Do something to a run; what cannot be done is an error."""
-    if not run_on(find_app(app, url), act):
+    if not run_on(app, act):
         raise ConfigurationError(f"run {run} {otherwise}; nothing was done")
     say({"run": run, done: True}, as_json, f"{run} was {done}")
 
@@ -242,17 +290,14 @@ def _due_at(record: Record) -> datetime | None:
     return to_datetime(due)
 
 
-def _table(records: list[Record], now: int) -> Table:
-    table = Table("run", "workflow", "state", "age", "next", "subject", "why", box=None, padding=(0, 2, 0, 0))
-    for one in records:
-        envelope = one.envelope
-        table.add_row(
-            envelope.id,
-            f"{envelope.message_type} v{envelope.schema_version}",
-            one.state.name.lower(),
-            lasting(max(0, now - envelope.created_at) / MICROSECONDS),
-            written(_due_at(one)),
-            envelope.subject or "-",
-            "" if one.failure is None else one.failure.reason,
-        )
-    return table
+def _row(record: Record, now: int) -> tuple[str, ...]:
+    envelope = record.envelope
+    return (
+        envelope.id,
+        f"{envelope.message_type} v{envelope.schema_version}",
+        record.state.name.lower(),
+        lasting(max(0, now - envelope.created_at) / MICROSECONDS),
+        written(_due_at(record)),
+        envelope.subject or "-",
+        "" if record.failure is None else record.failure.reason,
+    )

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from onefold.app import App
 from onefold.cli.console import (
@@ -17,13 +16,14 @@ from onefold.cli.console import (
     AppOrUrl,
     AsJson,
     Url,
+    UrlFile,
     errors,
     find_app,
     output,
-    print_json,
     run_on,
     say,
 )
+from onefold.cli.screen import Cell, lines
 from onefold.clock import SystemClock
 from onefold.errors import ConfigurationError
 from onefold.loading import load_app
@@ -40,30 +40,37 @@ Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed tim
 
 
 @schedules.command("list")
-def list_(app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """List every schedule, with when it fires next and how late it was last time."""
-    found = list(run_on(find_app(app, url), App.schedules).values())
+def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """List every schedule, with when it fires next and how late it was last time.
+
+    Changes nothing.
+
+    Example: onefold schedules list shop.tasks:app
+    """
+    found = list(run_on(find_app(app, url, url_file), App.schedules).values())
     if as_json:
-        print_json([one.as_dict() for one in found])
+        output.print_json([one.as_dict() for one in found])
     elif not found:
-        errors.print("no schedules")
+        errors.say("no schedules")
     else:
-        output.print(_table(found))
+        output.print_table(("schedule", "when", "next", "late by", "", ""), map(_row, found))
 
 
 @schedules.command()
-def show(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show everything about one schedule, and its next fire times."""
-    found = run_on(find_app(app, url), lambda opened: _one(opened, name))
+def show(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """Show everything about one schedule, and its next fire times.
+
+    Changes nothing.
+
+    Example: onefold schedules show nightly shop.tasks:app
+    """
+    found = run_on(find_app(app, url, url_file), lambda opened: _one(opened, name))
     coming = [] if found.paused or found.next_at is None else found.preview()
     if as_json:
-        print_json({**found.as_dict(), "preview": [one.astimezone(UTC).isoformat() for one in coming]})
+        output.print_json({**found.as_dict(), "preview": [one.astimezone(UTC).isoformat() for one in coming]})
         return
-    table = Table("", "", box=None, show_header=False, padding=(0, 2, 0, 0))
-    for field, value in found.as_dict().items():
-        table.add_row(field, "-" if value is None else str(value))
-    output.print(table)
-    output.print(_preview_table(coming))
+    output.print_fields(found.as_dict())
+    _print_preview(coming)
 
 
 @schedules.command()
@@ -80,7 +87,12 @@ def add(
     arguments: Annotated[str, typer.Option(help="The task's arguments, as a JSON object.")] = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Make a schedule, or change the one of this name.  Saying the same again changes nothing."""
+    """Make a schedule, or change the one of this name.  Saying the same again changes nothing.
+
+    Changes: the schedule is stored, and workers fire it.
+
+    Example: onefold schedules add nightly shop.tasks:app report --cron '0 3 * * *' --timezone Europe/Berlin
+    """
 
     async def make(opened: App) -> Schedule:
         found = opened.tasks.get(task)
@@ -98,50 +110,79 @@ def add(
 
 
 @schedules.command()
-def pause(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Fire nothing until the schedule is resumed."""
-    found, changed = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.pause))
+def pause(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """Fire nothing until the schedule is resumed.
+
+    Changes: the schedule is stored as paused.
+
+    Example: onefold schedules pause nightly shop.tasks:app
+    """
+    found, changed = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.pause))
     say(found.as_dict(), as_json, f"{name} is paused" if changed else f"{name} was paused already")
 
 
 @schedules.command()
-def resume(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Fire again from now on; what would have fired meanwhile does not."""
-    found, changed = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.resume))
+def resume(
+    name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
+) -> None:
+    """Fire again from now on; what would have fired meanwhile does not.
+
+    Changes: the schedule is stored with its next fire time.
+
+    Example: onefold schedules resume nightly shop.tasks:app
+    """
+    found, changed = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.resume))
     said = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
     say(found.as_dict(), as_json, said)
 
 
 @schedules.command()
-def run(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Send the schedule's message now, out of turn; its fire times stay as they are."""
-    _, id_ = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.run_now))
+def run(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
+    """Send the schedule's message now, out of turn; its fire times stay as they are.
+
+    Changes: one message is sent.
+
+    Example: onefold schedules run nightly shop.tasks:app
+    """
+    _, id_ = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.run_now))
     say({"message_id": id_}, as_json, f"sent {id_}")
 
 
 @schedules.command()
-def remove(name: Name, app: AppOrUrl = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it."""
-    found, _ = run_on(find_app(app, url), lambda opened: _changed(opened, name, Schedule.remove))
+def remove(
+    name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
+) -> None:
+    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it.
+
+    Changes: the schedule is removed; what it has sent stays.
+
+    Example: onefold schedules remove nightly shop.tasks:app
+    """
+    found, _ = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.remove))
     say({"name": name, "removed": True}, as_json, f"{found.name} is removed")
 
 
 @schedules.command()
 def preview(
-    expression: Annotated[str | None, typer.Argument(metavar="[CRON]", help="Such as '30 2 * * *'.")] = None,
+    expression: Annotated[str | None, typer.Argument(metavar="CRON", help="Such as '30 2 * * *'.")] = None,
     timezone: Timezone = "UTC",
     every: Every = None,
     mode: Mode = None,
     number: Annotated[int, typer.Option("--number", "-n", min=1, max=1_000, help="How many fire times.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Say when an expression would fire, without making a schedule."""
+    """Say when an expression would fire, without making a schedule.
+
+    Changes nothing, and needs no store.
+
+    Example: onefold schedules preview '30 2 * * *' --timezone Europe/Berlin
+    """
     timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode)  # type: ignore[arg-type]
     coming = preview_timetable(timetable, SystemClock().now(), number)
     if as_json:
-        print_json([{"local": one.isoformat(), "utc": one.astimezone(UTC).isoformat()} for one in coming])
+        output.print_json([{"local": one.isoformat(), "utc": one.astimezone(UTC).isoformat()} for one in coming])
     else:
-        output.print(_preview_table(coming))
+        _print_preview(coming)
 
 
 # on the way to the store and back
@@ -169,26 +210,23 @@ def _read_arguments(text: str) -> dict[str, Any]:
 # words and tables
 
 
-def _table(found: list[Schedule]) -> Table:
-    table = Table("schedule", "when", "next", "late by", "", "", box=None, padding=(0, 2, 0, 0))
-    for one in found:
-        local, utc = _in_words(one.next_at), _in_words(one.next_at and one.next_at.astimezone(UTC))
-        table.add_row(
-            one.name if one.name == one.task else f"{one.name}\n{one.task}",
-            one.timetable if one.timezone == "UTC" else f"{one.timetable}\n{one.timezone}",
-            local if local == utc else f"{local}\n{utc}",
-            "-" if one.drift is None else _late(one.drift),
-            f"{one.fired:,} fired\n{one.missed:,} missed",
-            "\n".join(["paused"] * one.paused + ["in code"] * one.declared),
-        )
-    return table
+def _row(one: Schedule) -> list[Cell]:
+    local, utc = _in_words(one.next_at), _in_words(one.next_at and one.next_at.astimezone(UTC))
+    return [
+        one.name if one.name == one.task else lines(one.name, one.task),
+        one.timetable if one.timezone == "UTC" else lines(one.timetable, one.timezone),
+        local if local == utc else lines(local, utc),
+        "-" if one.drift is None else _late(one.drift),
+        lines(f"{one.fired:,} fired", f"{one.missed:,} missed"),
+        lines(*["paused"] * one.paused, *["in code"] * one.declared),
+    ]
 
 
-def _preview_table(coming: list[datetime]) -> Table:
-    table = Table("local", "UTC", box=None, padding=(0, 2, 0, 0))
-    for one in coming:
-        table.add_row(one.strftime("%a %Y-%m-%d %H:%M:%S %Z"), one.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"))
-    return table
+def _print_preview(coming: list[datetime]) -> None:
+    rows = [
+        (one.strftime("%a %Y-%m-%d %H:%M:%S %Z"), one.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")) for one in coming
+    ]
+    output.print_table(("local", "UTC"), rows)
 
 
 def _late(drift: timedelta) -> str:

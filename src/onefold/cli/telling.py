@@ -12,6 +12,6 @@ def tell(text: str) -> None:
 
     Whatever is to be done is done before it is told.
     """
-    # ``rich`` ends the process when a reader is gone.
-    with suppress(OSError, ValueError, SystemExit):
-        errors.print(text, soft_wrap=True, markup=False)
+    # The console itself passes over a full disk and a reader that is gone.
+    with suppress(ValueError):
+        errors.say(text)

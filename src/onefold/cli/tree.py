@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from rich.markup import escape
 from rich.tree import Tree
 
 from onefold.chronicle import Chronicle, Entry, Try
-from onefold.cli.words import from_now, lasting, written
+from onefold.cli.screen import Part, Text, line, lines
+from onefold.cli.words import argument, from_now, lasting, written
 from onefold.store import Failure
 
 #: Of very many things side by side so many are drawn from the beginning, and so many of the rest that are not done.
@@ -70,27 +70,32 @@ class _Artist:
         self._now = now
         self._everything = everything
 
-    def message(self, chronicle: Chronicle, above: str = "") -> Tree:
-        tree = Tree(above + self._head(chronicle), highlight=False)
+    def message(self, chronicle: Chronicle, *above: Text) -> Tree:
+        tree = Tree(lines(*above, *self._head(chronicle)), highlight=False)
         for attempt in chronicle.attempts:
             tree.add(_try("attempt failed", attempt))
         self._add(tree, chronicle.entries, chronicle.id)
         for letter in chronicle.mailbox:
-            tree.add(f"[cyan]mailbox[/] {escape(letter.name)} [dim]{letter.id}, came {written(letter.at)}[/]")
+            came = (f"{letter.id}, came {written(letter.at)}", "dim")
+            tree.add(line(("mailbox", "cyan"), f" {letter.name} ", came))
         return tree
 
-    def _head(self, chronicle: Chronicle) -> str:
+    def _head(self, chronicle: Chronicle) -> list[Text]:
         taken = "" if chronicle.ended_at is None else f", took {_took(chronicle.created_at, chronicle.ended_at)}"
         counts = ((chronicle.crashes, "crashes"), (chronicle.replay_count, "redrives"))
-        counted = "".join(f" [yellow]{number} {what}[/]" for number, what in counts if number)
-        head = f"[bold]{escape(chronicle.message_type)}[/] v{chronicle.version} {_styled(chronicle.state)}"
-        head += f" [dim]{chronicle.id}, since {written(chronicle.created_at)}{taken}[/]{counted}"
-        return head if chronicle.failure is None else f"{head}\n[red]{_failure(chronicle.failure)}[/]"
+        head = line(
+            (chronicle.message_type, "bold"),
+            f" v{chronicle.version} ",
+            _styled(chronicle.state),
+            (f" {chronicle.id}, since {written(chronicle.created_at)}{taken}", "dim"),
+            *((f" {number} {what}", "yellow") for number, what in counts if number),
+        )
+        return [head] if chronicle.failure is None else [head, line((_failure(chronicle.failure), "red"))]
 
     def _add(self, tree: Tree, entries: Sequence[Entry], message_id: str) -> None:
         for entry, left_out in self._chosen(entries):
             if entry is None:
-                tree.add(f"[dim]… {left_out}[/]")
+                tree.add(line((f"… {left_out}", "dim")))
             else:
                 tree.add(self._entry(entry, message_id))
 
@@ -114,21 +119,22 @@ class _Artist:
 
     def _entry(self, entry: Entry, message_id: str) -> Tree:
         name = entry.name.rpartition("/")[2]
-        label = f"{_styled(entry.state)} {_WORDS.get(entry.kind, entry.kind)} [bold]{escape(name)}[/]"
-        label = " ".join(label.split()) + self._times(entry)
+        kind = _WORDS.get(entry.kind, entry.kind)
+        label = [line(_styled(entry.state), f" {kind} " if kind else " ", (name, "bold"), (self._times(entry), "dim"))]
         if entry.failure is not None:
-            label += f"\n[red]{_failure(entry.failure)}[/]"
+            label.append(line((_failure(entry.failure), "red")))
         if entry.state == "stuck" or (entry.kind == "effect" and entry.state == "uncertain"):
-            label += (
-                f"\n[magenta]whether it happened is unknown; find out, then: onefold effects resolve {message_id} "
-                f"{escape(entry.name)} --happened | --not-happened --reason …[/]"
-            )
+            remedy = f"onefold effects resolve {argument(message_id)} {argument(entry.name)}"
+            told = f"whether it happened is unknown; find out, then: {remedy} --happened | --not-happened --reason …"
+            label.append(line((told, "magenta")))
         if entry.message is not None and (entry.kind == "child" or entry.message.entries):
-            tree = self.message(entry.message, f"{label}\n")
+            tree = self.message(entry.message, *label)
         else:
-            at = "" if entry.message_id is None else f" [dim]{entry.message_id}[/]"
-            told = "" if entry.message is None else f" {_styled(entry.message.state)}"
-            tree = Tree(f"{label}{at}{told}", highlight=False)
+            if entry.message_id is not None:
+                label[-1].append_text(line((f" {entry.message_id}", "dim")))
+            if entry.message is not None:
+                label[-1].append_text(line(" ", _styled(entry.message.state)))
+            tree = Tree(lines(*label), highlight=False)
         for one in entry.tries:
             tree.add(_try("try failed", one))
         self._add(tree, entry.entries, message_id)
@@ -136,28 +142,27 @@ class _Artist:
 
     def _times(self, entry: Entry) -> str:
         if entry.began_at is None or entry.kind in ("now", "checkpoint", "restart", "send", "signal"):
-            return f" [dim]at {written(entry.ended_at or entry.began_at)}[/]"
+            return f" at {written(entry.ended_at or entry.began_at)}"
         told = [] if entry.began_at is None else [f"from {written(entry.began_at)}"]
         if entry.seconds is not None:
             told.append(f"took {lasting(entry.seconds)}")
         elif entry.due_at is not None:
             told.append(f"until {written(entry.due_at)} ({from_now(entry.due_at, self._now)})")
-        return f" [dim]{', '.join(told)}[/]" if told else ""
+        return f" {', '.join(told)}" if told else ""
 
 
-def _try(what: str, one: Try) -> str:
+def _try(what: str, one: Try) -> Text:
     delay = "" if one.delay is None else f", next after {lasting(one.delay)}"
-    return f"[red]{what}[/] [dim]{written(one.at)}{delay}[/] {_failure(one)}"
+    return line((what, "red"), (f" {written(one.at)}{delay} ", "dim"), _failure(one))
 
 
 def _failure(one: Try | Failure) -> str:
     error = f": {one.error_type}: {one.error_message}" if one.error_type else ""
-    return escape(f"{one.reason}{error}")
+    return f"{one.reason}{error}"
 
 
-def _styled(state: str) -> str:
-    style = _STYLES.get(state, "dim")
-    return f"[{style}]{state}[/]"
+def _styled(state: str) -> Part:
+    return (state, _STYLES.get(state, "dim"))
 
 
 def _took(began: datetime, ended: datetime) -> str:

@@ -1,14 +1,23 @@
-"""How the commands write moments and durations, and read them."""
+"""How the commands write moments, durations and arguments to be copied, and read them."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from datetime import UTC, datetime, timedelta
 
 from onefold.errors import ConfigurationError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+#: Needs no quotes in any shell, though ``shlex`` gives it some: ``pay#1/charge``.
+_PLAIN_ARGUMENT = re.compile(r"\w[\w:#/.@+-]*", re.ASCII)
+
+
+def argument(text: str) -> str:
+    """Write a text as one argument of a command that a person may copy into a shell."""
+    return text if _PLAIN_ARGUMENT.fullmatch(text) else shlex.quote(text)
 
 
 def lasting(seconds: float) -> str:

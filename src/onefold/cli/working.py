@@ -14,13 +14,14 @@ import typer
 
 from onefold import limits
 from onefold.app import App
-from onefold.cli.console import AppArgument
+from onefold.cli.console import AppArgument, warn_unknown
 from onefold.cli.reaping import stand_in_front
 from onefold.cli.reloading import AT_ONCE, RELOADER_VARIABLE, Reloader, watch_reloader
 from onefold.cli.telling import tell
 from onefold.clock import SystemClock, system_random
 from onefold.crew import SupervisorSettings
 from onefold.errors import OnefoldError
+from onefold.fleet import parse_queues
 from onefold.health import Health, parse_address
 from onefold.loading import load_app, set_up_logging, working_directory
 from onefold.spawning import leave
@@ -145,6 +146,10 @@ def worker(
 
     SIGTERM, Ctrl-C or the end of its terminal stops gracefully: nothing more is claimed, what runs may finish, the
     rest is handed back.  A second SIGTERM or Ctrl-C ends it immediately.
+
+    Changes: messages run and are settled, due schedules fire, and what has outlived its time is removed.
+
+    Example: onefold worker shop.tasks:app --processes 4 --concurrency 50
     """
     if health is not None:
         parse_address(health)
@@ -155,6 +160,8 @@ def worker(
     directory = working_directory()
     try:
         loaded = load_app(app)
+        for name in parse_queues(queue or ())[0]:
+            warn_unknown("queue", name, [task.queue for task in loaded.tasks.values()])
         set_up_logging(verbose=verbose)
         settings = SupervisorSettings(
             where=app,

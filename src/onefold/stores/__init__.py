@@ -75,8 +75,14 @@ def refuse_missing(url: str) -> None:
     if not url.startswith("sqlite://"):
         return
     path, _ = _read_sqlite(url)
-    if path != ":memory:" and not os.path.exists(path):
-        raise ConfigurationError(f"{path} does not exist; check the name, or create it with `onefold migrate`")
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if path != ":memory:":
+            wrong = f"{path} does not exist; check the name, or create it with `onefold migrate`"
+            raise ConfigurationError(wrong) from None
+    except OSError:
+        pass  # it is there, perhaps; opening it says what is wrong
 
 
 def schema_text(url: str) -> str:

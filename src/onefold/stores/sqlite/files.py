@@ -23,6 +23,14 @@ _DIRECTORIES_MAX = 64
 def refuse_unsafe_file(path: str, mounts: str | None = None) -> None:
     """Refuse a file that SQLite must not be let loose on."""
     file = Path(path)
+    try:
+        file.stat()
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"{path} cannot be reached: {error.strerror}; let the user of this process search its directories"
+        ) from error
+    except OSError:
+        pass  # it is to be created, or what is wrong with its directory is told below
     if file.is_dir():
         raise ConfigurationError(f"{path} is a directory; name a file in it")
     if not file.parent.is_dir():

@@ -232,9 +232,9 @@ class SQLiteStore:
         # An inline store is the second of its process, or part of a simulation: it need not be said again.
         if journal == "wal" and not has_safe_log(version) and not self._inline:
             logger.warning(
-                "%s: SQLite %s of the %s module can, rarely, damage a file with a write-ahead log when two connections "
-                "copy the log at the same moment; it was mended in 3.51.3, 3.50.7 and 3.44.6.  Use journal='delete', "
-                "or a Python with a newer SQLite",
+                "sqlite_unsafe file=%s version=%s module=%s can, rarely, damage a file with a write-ahead log when two "
+                "connections copy the log at the same moment; it was mended in 3.51.3, 3.50.7 and 3.44.6.  "
+                "Use journal='delete', or a Python with a newer SQLite",
                 self.path,
                 ".".join(map(str, version)),
                 self._library,
