@@ -302,7 +302,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
         refuse_inside("transaction()")
         buffer = Buffer(self._prepare, fresh_id=self.fresh_id)
-        async with self.store.transaction(connection, seconds=seconds(timeout)) as opened:
+        async with self.store.transaction(connection, seconds=seconds(timeout, "timeout")) as opened:
             inside = AppTransaction(opened, buffer)
             token = current.set(inside)
             try:
@@ -340,8 +340,8 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             name=name or worker_name(os.getpid(), self._chance),
             queues=list(queues or self._registry.queues()),
             concurrency=concurrency,
-            lease_seconds=seconds(lease),
-            stop_seconds=seconds(stop_after),
+            lease_seconds=seconds(lease, "lease"),
+            stop_seconds=seconds(stop_after, "stop_after"),
             until_idle=until_idle,
         )
         return await self.work_as(settings)

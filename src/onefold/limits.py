@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from onefold.errors import DURATION_SECONDS_MAX as DURATION_SECONDS_MAX
 from onefold.errors import ConfigurationError, LimitError
 
 #: A message with its metadata must fit Cloudflare's 128 kB, which counts about 100 bytes of its own.
@@ -108,6 +109,9 @@ INTEGER_MAX = 2**63 - 1
 SCHEMA_VERSION_MAX = 1_000_000
 #: The last instant of the year 9999, in microseconds; later ones cannot be written as dates.
 INSTANT_MAX = 253_402_300_799_999_999
+#: The first instant of the year 9000: a message is due before it, so that its expiry and whatever else is counted from
+#: that moment, by at most ``DURATION_SECONDS_MAX`` each, stays before ``INSTANT_MAX``.
+DUE_AT_MAX = 221_845_392_000_000_000
 
 DAY = 86_400.0
 #: An upstream that asks for a longer pause is asked again after this long.
@@ -302,6 +306,8 @@ def check_bytes(field: str, text: str, most: int) -> str:
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a setting outside its range."""
+    """Refuse a setting outside its range; so is NaN, and a truth value is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationError(f"{name} is a {type(value).__name__}; it must be a number from {least:g} to {most:g}")
     if not least <= value <= most:
         raise ConfigurationError(f"{name} is {value:g}; it must be from {least:g} to {most:g}")

@@ -114,9 +114,11 @@ def check_options(options: SendOptions) -> SendOptions:
             limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)
     if "at" in options:
         try:
-            to_instant(options["at"])
+            due_at = to_instant(options["at"])
         except ValueError as error:
             raise ConfigurationError(f"at: {error}") from error
+        if not 0 <= due_at <= limits.DUE_AT_MAX:
+            raise ConfigurationError(f"at is {options['at']}; it must lie in the years 1970 to 8999")
     if "queue" in options:
         limits.check_name("queue", options["queue"])
     if "deduplicate_for" in options:
