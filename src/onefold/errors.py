@@ -8,6 +8,7 @@
     │   └── SecondLibraryError       two SQLite libraries of one process on one file
     ├── EnvelopeError                a message that may not travel; names the field
     │   ├── DecodeError              bytes that cannot be read; a retry would not help
+    │   │   └── UnknownArgumentError they say more than this version of the code knows; a newer one may
     │   ├── KeyMismatchError         from a broker with another key than its task makes of its arguments
     │   └── LimitError               larger, longer, deeper or more than allowed; names the limit
     ├── KeyReuseError                the same key was sent with another payload
@@ -79,6 +80,13 @@ class EnvelopeError(OnefoldError):
 
 class DecodeError(EnvelopeError):
     """Bytes that cannot be read as what they claim to be; trying again would not help."""
+
+
+class UnknownArgumentError(DecodeError):
+    """A message has an argument, or a field in one, that this version of its handler does not have.
+
+    A newer version of the code may have sent it: a worker leaves it to a newer worker, without using up an attempt.
+    """
 
 
 class LimitError(EnvelopeError):
