@@ -127,8 +127,8 @@ DEDUPLICATION_WINDOW_MAX = 30 * DAY
 
 #: Handlers that run at once in one process.
 CONCURRENCY = 10
-#: A runner costs a few kilobytes; beyond this a second process is the better answer.
-CONCURRENCY_MAX = 10_000
+#: One event loop runs them all; beyond this a second process is the better answer.
+CONCURRENCY_MAX = 1_000
 #: Never claim more than this at once, however fast the handlers are.
 CLAIM_MAX = 1_000
 #: Claim what will start within about this time at the measured rate.
@@ -197,6 +197,9 @@ REDRIVE_MAX = 100
 STOP_SECONDS = 25.0
 #: After its time to stop a process has this much more to hand back what it runs; then it is killed.
 STOP_MARGIN_SECONDS = 2.0
+#: After a stop a store that does not answer is waited for no longer than this, at each of the few points where a worker
+#: and its supervisor wait for one: what is not handed back by then is left to its lease.
+STOP_STORE_SECONDS = 5.0
 #: After its timeout a handler is cancelled; one that is still there after this long more is killed with its process.
 HARD_TIMEOUT_GRACE = 5.0
 
