@@ -359,6 +359,11 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
 
         ``follows`` says that it replaces a worker, so that a broker that must not be used is waited for.
         """
+        if self.store.capabilities.read_only and not follows:
+            raise ConfigurationError(
+                "the store takes no writes, so a worker could do nothing: its server is a read replica, or a primary "
+                "that was replaced; name the primary in the URL, or all servers with target_session_attrs=read-write"
+            )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._open_transports(refuse=not follows))
             resources = await stack.enter_async_context(self._open_resources())
