@@ -50,6 +50,7 @@ from onefold.errors import (
     TransportError,
     TransportUnavailableError,
     UncertainError,
+    UnknownArgumentError,
 )
 from onefold.gate import Rate
 from onefold.inspection import DeadGroup, DeadLetter
@@ -164,6 +165,7 @@ __all__ = [
     "TransportError",
     "TransportUnavailableError",
     "UncertainError",
+    "UnknownArgumentError",
     "Workflow",
     "__version__",
     "never",

@@ -297,7 +297,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             raise TransactionOpenError("a handler has one commit, at its return: use ctx.execute and ctx.send")
         refuse_inside("transaction()")
         buffer = Buffer(self._prepare, fresh_id=self.fresh_id)
-        async with self.store.transaction(connection, seconds=seconds(timeout)) as opened:
+        async with self.store.transaction(connection, seconds=seconds(timeout, "timeout")) as opened:
             inside = AppTransaction(opened, buffer)
             token = current.set(inside)
             try:
@@ -335,8 +335,8 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             name=name or worker_name(os.getpid(), self._chance),
             queues=list(queues or self._registry.queues()),
             concurrency=concurrency,
-            lease_seconds=seconds(lease),
-            stop_seconds=seconds(stop_after),
+            lease_seconds=seconds(lease, "lease"),
+            stop_seconds=seconds(stop_after, "stop_after"),
             until_idle=until_idle,
         )
         return await self.work_as(settings)
@@ -354,6 +354,11 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
 
         ``follows`` says that it replaces a worker, so that a broker that must not be used is waited for.
         """
+        if self.store.capabilities.read_only and not follows:
+            raise ConfigurationError(
+                "the store takes no writes, so a worker could do nothing: its server is a read replica, or a primary "
+                "that was replaced; name the primary in the URL, or all servers with target_session_attrs=read-write"
+            )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._open_transports(refuse=not follows))
             resources = await stack.enter_async_context(self._open_resources())

@@ -95,8 +95,11 @@ class Claimer:
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            await asyncio.wait([claiming])
-            if not claiming.cancelled() and claiming.exception() is None:
+            await asyncio.wait([claiming], timeout=limits.STOP_STORE_SECONDS)
+            if not claiming.done():
+                claiming.cancel()
+                logger.warning("claim_given_up: the store did not answer in time; what it claimed is left to its lease")
+            elif not claiming.cancelled() and claiming.exception() is None:
                 self._accept(claiming.result(), asked_at)
             raise
 

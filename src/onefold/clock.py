@@ -189,12 +189,17 @@ def first_id(instant: int) -> str:
 
 
 def to_datetime(instant: int) -> datetime:
-    """Turn an instant into what people read."""
-    return datetime.fromtimestamp(instant / MICROSECONDS, UTC)
+    """Turn an instant into what people read; one that no date can say, from a damaged row, is shown as the last."""
+    try:
+        return datetime.fromtimestamp(instant / MICROSECONDS, UTC)
+    except (OverflowError, ValueError, OSError):
+        return datetime.min.replace(tzinfo=UTC) if instant < 0 else datetime.max.replace(tzinfo=UTC)
 
 
 def to_instant(moment: datetime) -> int:
     """Turn an aware ``datetime`` into an instant; a naive one is refused because nobody knows what it means."""
+    if not isinstance(moment, datetime):
+        raise ValueError(f"a {type(moment).__name__} is no moment; write datetime(…, tzinfo=UTC)")
     if moment.tzinfo is None:
         raise ValueError(f"{moment!r} has no time zone; write datetime(…, tzinfo=UTC)")
     return round(moment.timestamp() * MICROSECONDS)

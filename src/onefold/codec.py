@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from onefold import limits
-from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError
+from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError, UnknownArgumentError
 
 #: Types whose every value survives JSON unchanged, so that only size and NUL, which is escaped, remain to be checked.
 _PLAIN = (int, str, bool)
@@ -131,8 +131,10 @@ class Signature:
         self.encode_result, self.decode_result = result.encode, result.decode
         self.hints: Mapping[str, Any] = {n: hints.get(n, Any) for n in self.names}
         self._print_fields = self._check_fingerprint(name, fingerprint)
-        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        self._prints_all = fingerprint is None and not self._defaults
+        #: Of the arguments with a default: its type, and how it is written.
+        self._defaults = {
+            p.name: (type(p.default), _written(p.default)) for p in parameters if p.default is not p.empty
+        }
 
     def _check_fingerprint(self, name: str, fingerprint: Sequence[str] | None) -> tuple[str, ...] | None:
         for field in fingerprint or ():
@@ -157,37 +159,48 @@ class Signature:
         raise AssertionError("these arguments fit the signature, but not its record")
 
     def encode(self, arguments: Any) -> tuple[bytes, bytes]:
-        """Return bound arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent."""
+        """Return bound arguments as canonical bytes and their fingerprint; refuse what would not arrive as sent.
+
+        Arguments that are equal to their default are left out.  A worker that does not know a new argument yet can so
+        read what says nothing about it, and a send from before it was added is no other work than one from after.
+        """
         try:
-            data = _encode(arguments)
+            given = self._without_defaults(arguments) if self._defaults else arguments
+            data = _encode(given)
         except Exception as error:
             raise DecodeError("payload_inline", f"cannot be written as JSON: {error}") from error
         if not self._plain or _BACKSLASH in data or len(data) > limits.JSON_DIGITS_MAX:
-            refuse_what_json_hides(data, arguments)
-        self._read(data)
+            refuse_what_json_hides(data, given)
+        try:
+            self._decode(data)
+        except _UNREADABLE as error:
+            raise _wrong_argument(error) from None  # the cause would repeat the value
         if not self._plain:
             check_json("payload_inline", data)
-        return data, fingerprint_of(data if self._prints_all else self._printed(arguments))
+        return data, fingerprint_of(data if self._print_fields is None else self._printed(arguments))
 
     def _printed(self, arguments: Any) -> bytes:
-        """Leave out defaulted arguments, so that adding one later does not make an old send look different."""
-        if self._print_fields is not None:
-            return _encode({name: getattr(arguments, name) for name in self._print_fields})
-        return _encode(self._arguments(**{n: self._unless_default(n, getattr(arguments, n)) for n in self.names}))
+        return _encode({name: getattr(arguments, name) for name in self._print_fields or ()})
 
-    def _unless_default(self, name: str, value: Any) -> Any:
-        default = self._defaults.get(name, msgspec.UNSET)
-        return msgspec.UNSET if type(value) is type(default) and value == default else value
+    def _without_defaults(self, arguments: Any) -> Any:
+        """Return the record without what is written as its default is; equal values such as 1 and True differ there."""
+        left_out = {
+            name: msgspec.UNSET
+            for name, (kind, written) in self._defaults.items()
+            if type(value := getattr(arguments, name)) is kind and _encode(value) == written
+        }
+        return msgspec.structs.replace(arguments, **left_out) if left_out else arguments
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        """Return the arguments; raises ``DecodeError`` naming the field when they do not fit the signature."""
-        return msgspec.structs.asdict(self._read(data))
+        """Return the arguments; raises ``DecodeError`` naming the field when they do not fit the signature.
 
-    def _read(self, data: bytes) -> Any:
+        ``UnknownArgumentError`` says that there is one more than the signature has.
+        """
         try:
-            return self._decode(data)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise _wrong_argument(error) from None  # the cause would repeat the value
+            return msgspec.structs.asdict(self._decode(data))
+        except _UNREADABLE as error:
+            wrong = _wrong_argument(error)
+            raise UnknownArgumentError(wrong.field, wrong.problem) if _is_unknown(error) else wrong from None
 
 
 class ResultCodec:
@@ -222,8 +235,16 @@ class ResultCodec:
         """Return what was encoded."""
         try:
             return self._read(data)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise DecodeError(self._field, _VALUE.sub(r"\1", str(error))) from None
+
+    def decode_sent(self, data: bytes) -> Any:
+        """Return what was sent, perhaps by a newer version of the code, which ``UnknownArgumentError`` says."""
+        try:
+            return self._read(data)
+        except _UNREADABLE as error:
+            kind = UnknownArgumentError if _is_unknown(error) else DecodeError
+            raise kind(self._field, _VALUE.sub(r"\1", str(error))) from None
 
 
 def result_codec(function: Callable[..., Any], *, most: int) -> ResultCodec:
@@ -270,7 +291,26 @@ def _reader(hint: Any) -> Callable[[bytes], Any]:
 #: msgspec repeats a value that is none of an enum's; the value may be a secret, and say anything up to its end.
 _VALUE = re.compile(r"(Invalid (?:enum )?value) .*(?= - at `\$)|(Invalid (?:enum )?value) .*", re.DOTALL)
 #: And the name of an argument that there is none for, which is the sender's to choose.
-_UNKNOWN = re.compile(r"(?<=unknown field `).*(?=`)", re.DOTALL)
+_UNKNOWN = re.compile(r"(?<=unknown field `)(?:.*?(?=` - at `\$[\w.\[\]]{0,200}`\Z)|.*(?=`))", re.DOTALL)
+
+
+#: What reading bytes by a type raises when they do not fit.
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+#: How a reader says that there is a field which its type does not have: msgspec, and a pydantic model that forbids it.
+_UNKNOWN_FIELD = re.compile(r"\AObject contains unknown field `|\Anot a .*: extra_forbidden(;|\Z| - at `)", re.DOTALL)
+
+
+def _is_unknown(error: Exception) -> bool:
+    """Whether bytes could not be read because they say more than is known here."""
+    return _UNKNOWN_FIELD.search(str(error)) is not None
+
+
+def _written(default: Any) -> bytes | None:
+    """Return a default as it would be written; None if it has no JSON form, which no value that is sent can equal."""
+    try:
+        return _encode(default)
+    except Exception:
+        return None
 
 
 def _wrong_argument(error: Exception) -> DecodeError:

@@ -104,6 +104,11 @@ class Crew:
         """How many messages were settled, by those that are alive as far as they have said so."""
         return self._settled_before + sum(process.settled for process in self.processes.values())
 
+    def give_up(self) -> None:
+        """Leave what dead processes held to its leases: the store has not answered for as long as it may."""
+        for life in self._lives:
+            life.cancel()
+
     # living
 
     async def employ(self, lane: Lane) -> WorkerProcess:
@@ -172,12 +177,15 @@ class Crew:
         death = self._death(process)
         if process.stopped is None and process.ready.is_set():
             logger.error("worker_died worker=%s how=%s guilty=%d", process.name, process.ending(), len(death.guilty))
-        give_up_at = self._clock.steady() + round(self._settings.lease_seconds * MICROSECONDS)
+        patience = self._settings.lease_seconds
+        if process.leaving:
+            patience = min(patience, limits.STOP_STORE_SECONDS)
+        give_up_at = self._clock.steady() + round(patience * MICROSECONDS)
         pause = _BACK_OFF_SECONDS
         while True:
             try:
                 # A store call may wait for a lock that another call of ours holds while its COMMIT waits.
-                async with asyncio.timeout(self._settings.lease_seconds):
+                async with asyncio.timeout(patience):
                     if await custody.bury(self._store, death, self._key_window, self._announce):
                         self.changed.set()
                     await self._roll.strike(process.name)

@@ -63,9 +63,10 @@ class Debounced(Generic[P]):
         at_most: timedelta | float,
     ) -> None:
         self.task = task
-        self.wait, self.at_most = (round(seconds(length) * MICROSECONDS) for length in (wait, at_most))
-        limits.check_range("wait", seconds(wait), limits.DEBOUNCE_SECONDS_MIN, limits.DAY)
-        limits.check_range("at_most", seconds(at_most), seconds(wait), limits.DEBOUNCE_SECONDS_MAX)
+        shortest, longest = seconds(wait, "wait"), seconds(at_most, "at_most")
+        limits.check_range("wait", shortest, limits.DEBOUNCE_SECONDS_MIN, limits.DAY)
+        limits.check_range("at_most", longest, shortest, limits.DEBOUNCE_SECONDS_MAX)
+        self.wait, self.at_most = round(shortest * MICROSECONDS), round(longest * MICROSECONDS)
         self._key = from_source(task.name, "key", key, task.signature.hints)
         self._store = store
         self._prepare = prepare

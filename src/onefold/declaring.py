@@ -12,7 +12,7 @@ from onefold.blocking import SyncContext
 from onefold.context import Context
 from onefold.debounce import Debounced
 from onefold.identity import KeySource
-from onefold.options import TaskOptions, TaskSettings
+from onefold.options import TaskOptions, TaskSettings, task_settings
 from onefold.recurring import check_policy
 from onefold.registry import Recurring, Registry
 from onefold.schedule import Catchup
@@ -66,7 +66,7 @@ class TaskVerbs:
         A coroutine function runs on the event loop, any other one in a thread; with ``isolate`` in a process, which
         may die without harm to others.  With ``batch`` it gets up to so many messages at once.
         """
-        declare = (DeclareBatch if settings.get("batch") else Declare)(self, TaskSettings(**settings))
+        declare = (DeclareBatch if settings.get("batch") else Declare)(self, task_settings(settings))
         return declare(*function) if function else declare
 
     def recurring(
@@ -93,7 +93,7 @@ class TaskVerbs:
         """
         timetable = make_timetable(expression, timezone=timezone, every=every, mode=mode, anchor=anchor)
         policy = check_policy(timetable, catchup, window)
-        settled = TaskSettings(isolate=isolate, **settings)
+        settled = task_settings({"isolate": isolate, **settings})
         return Declare(self, settled, lambda task: Recurring(task, timetable, *policy))
 
     def debounce(
@@ -129,7 +129,7 @@ class TaskVerbs:
         Its message leaves in the commit that makes the letter, so it is durable and retried like any other.
         Whatever becomes of it, the letter stays; of its own dead letters nobody is told.
         """
-        declare = Declare(self, TaskSettings(**settings), hook=True)
+        declare = Declare(self, task_settings(settings), hook=True)
         return declare(*function) if function else declare
 
 

@@ -17,6 +17,7 @@ from onefold.errors import (
     StepError,
     StoreUnavailableError,
     UncertainError,
+    UnknownArgumentError,
 )
 from onefold.holding import Hold, stopped_from_outside
 from onefold.inside import current
@@ -60,7 +61,7 @@ async def _forward(saga: Saga[Any, Any], run: SagaRun, stretch: Stretch) -> Outc
     lease, tools = stretch.lease, stretch.tools
     try:
         outcome: Outcome = await _follow(saga, run, stretch)
-    except (LeaseLostError, StoreUnavailableError):
+    except (LeaseLostError, StoreUnavailableError, UnknownArgumentError):
         raise
     except ConfigurationError as error:
         outcome = Dead(failure_of(error, "configuration"))

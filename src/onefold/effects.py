@@ -75,7 +75,9 @@ class Ledger:
             raise HandlerError(f"once({name!r}) was used before in this run; give each effect a name of its own")
         self._used.add(line)
         try:
-            return await self._once(line, call, reconcile, None if keeps_keys_for is None else seconds(keeps_keys_for))
+            return await self._once(
+                line, call, reconcile, None if keeps_keys_for is None else seconds(keeps_keys_for, "keeps_keys_for")
+            )
         except BaseException:
             self._used.discard(line)  # a handler may ask again, and will find it uncertain
             raise

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from onefold import limits
-from onefold.clock import to_datetime, to_instant
+from onefold.clock import MICROSECONDS, to_datetime, to_instant
 from onefold.codec import check_json, fingerprint_of
 from onefold.errors import DecodeError, EnvelopeError, LimitError
 
@@ -178,6 +178,9 @@ def unpack_headers(data: bytes | None) -> Headers:
     return _NO_HEADERS if data is None else _decode_headers(data)
 
 
+_DURATION_MAX = round(limits.DURATION_SECONDS_MAX * MICROSECONDS)
+
+
 def check(envelope: Envelope) -> Envelope:
     """Refuse an envelope that breaks the contract or a limit, naming the field; return it otherwise."""
     e = envelope
@@ -200,9 +203,13 @@ def check(envelope: Envelope) -> Envelope:
             f"has {len(e.payload_inline)} bytes; at most {limits.PAYLOAD_BYTES_MAX} fit into a message; "
             "store the data elsewhere and send a reference to it",
         )
-    for field in ("delay", "due_at", "retention"):
-        if not 0 <= getattr(e, field) <= limits.INSTANT_MAX:
-            raise LimitError(field, "lies outside the years 1970 to 9999")
+    if not 0 <= e.due_at <= limits.DUE_AT_MAX:
+        raise LimitError("due_at", "lies outside the years 1970 to 9000; name a moment between them")
+    for field in ("delay", "retention", "deduplicate_for"):
+        if not 0 <= getattr(e, field) <= _DURATION_MAX:
+            raise LimitError(
+                field, f"is {getattr(e, field)} µs; from 0 to {_DURATION_MAX} are allowed, a hundred years"
+            )
     _check_seldom(e)
     if e.payload_inline is not None and len(e.payload_inline) > SURELY_FITS:
         _check_whole(e)

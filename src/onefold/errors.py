@@ -8,6 +8,7 @@
     │   └── SecondLibraryError       two SQLite libraries of one process on one file
     ├── EnvelopeError                a message that may not travel; names the field
     │   ├── DecodeError              bytes that cannot be read; a retry would not help
+    │   │   └── UnknownArgumentError they say more than this version of the code knows; a newer one may
     │   ├── KeyMismatchError         from a broker with another key than its task makes of its arguments
     │   └── LimitError               larger, longer, deeper or more than allowed; names the limit
     ├── KeyReuseError                the same key was sent with another payload
@@ -79,6 +80,13 @@ class EnvelopeError(OnefoldError):
 
 class DecodeError(EnvelopeError):
     """Bytes that cannot be read as what they claim to be; trying again would not help."""
+
+
+class UnknownArgumentError(DecodeError):
+    """A message has an argument, or a field in one, that this version of its handler does not have.
+
+    A newer version of the code may have sent it: a worker leaves it to a newer worker, without using up an attempt.
+    """
 
 
 class LimitError(EnvelopeError):
@@ -267,7 +275,7 @@ class Retry(Exception):  # noqa: N818 - an instruction, not an error
         self, reason: str = "the handler asked for a retry", *, after: timedelta | float | None = None
     ) -> None:
         super().__init__(reason)
-        self.after_seconds = None if after is None else seconds(after)
+        self.after_seconds = None if after is None else seconds(after, "after")
 
 
 class Snooze(Exception):  # noqa: N818 - an instruction, not an error
@@ -275,21 +283,38 @@ class Snooze(Exception):  # noqa: N818 - an instruction, not an error
 
     def __init__(self, *, after: timedelta | float, reason: str = "the handler snoozed") -> None:
         super().__init__(reason)
-        self.after_seconds = seconds(after)
+        self.after_seconds = seconds(after, "after")
 
 
 class Reject(Exception):  # noqa: N818 - an instruction, not an error
     """Raised by a handler: this message can never succeed; make it a dead letter now."""
 
 
+#: The longest duration that is accepted, a hundred years.  Instants are whole microseconds that are added up: so much
+#: is exact in a double, and counted from any moment that a message may name it ends before the year 9999, where dates
+#: end.  It stands here because two of the instructions above are checked by it; read it as a part of ``limits``.
+DURATION_SECONDS_MAX = 36_525 * 86_400.0
+
+
 def seconds(duration: timedelta | float, name: str = "a duration") -> float:
-    """Turn a duration as users write it into seconds; negative ones, texts and truth values are refused."""
+    """Turn a duration as users write it into seconds, or refuse it at the call that was given it.
+
+    Everything that is later counted from a clock comes through here: a duration that a store or a date cannot hold
+    must not be found out when the message is settled.
+    """
     if isinstance(duration, bool) or not isinstance(duration, SupportsFloat | timedelta):
         kind = type(duration).__name__
         raise ConfigurationError(
             f"{name} is a {kind}; write a number of seconds, or a timedelta such as timedelta(days=1)"
         )
-    value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    try:
+        value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    except OverflowError:  # a whole number that no float holds
+        value = math.inf
     if not 0 <= value < math.inf:
-        raise ConfigurationError(f"{name} must be finite and not negative, not {duration!r}")
+        raise ConfigurationError(f"{name} must be finite and not negative, not {str(duration)[:40]}")
+    if value > DURATION_SECONDS_MAX:
+        raise ConfigurationError(
+            f"{name} is {value:g} s; at most {DURATION_SECONDS_MAX:g} s, a hundred years, are allowed; write less"
+        )
     return value

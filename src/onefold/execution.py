@@ -32,13 +32,14 @@ from onefold.errors import (
     SessionLostError,
     StoreUnavailableError,
     TransactionEndedError,
+    UnknownArgumentError,
 )
 from onefold.handling import Ready, end_strays, make_ready, watched
 from onefold.holding import Hold, deadline_of, end, is_cancelled, raise_if_stopped
 from onefold.inside import current, outside
 from onefold.isolation import DecidedError, Processes, judge
 from onefold.progress import Pulse
-from onefold.refusing import refuse
+from onefold.refusing import refuse, wait_for_newer
 from onefold.registry import Registry
 from onefold.retry import blame, decide
 from onefold.stepping import in_time
@@ -276,6 +277,8 @@ class Execution:
     def _decide(self, task: Task[Any, Any], lease: Lease, error: BaseException) -> Outcome:
         if isinstance(error, StoreUnavailableError) and not isinstance(error, SessionLostError):
             return Again(UNAVAILABLE_SECONDS, None, counted=False)
+        if isinstance(error, UnknownArgumentError):
+            return wait_for_newer(lease, str(error))
         if isinstance(error, BusyError):
             logger.warning("busy message_id=%s message_type=%s reason=%s", lease.id, task.name, str(error))
             return Again(UNAVAILABLE_SECONDS, None, counted=False)

@@ -38,10 +38,11 @@ class Rate:
 
     def __post_init__(self) -> None:
         limits.check_range("count of a rate", self.count, 1, limits.RATE_COUNT_MAX)
-        limits.check_range("per of a rate", seconds(self.per), limits.RATE_SECONDS_MIN, limits.RATE_SECONDS_MAX)
+        per = seconds(self.per, "per of a rate")
+        limits.check_range("per of a rate", per, limits.RATE_SECONDS_MIN, limits.RATE_SECONDS_MAX)
         object.__setattr__(self, "saved", self.count if self.burst is None else self.burst)
         limits.check_range("burst of a rate", self.saved, 1, limits.RATE_COUNT_MAX)
-        object.__setattr__(self, "token_seconds", seconds(self.per) / self.count)
+        object.__setattr__(self, "token_seconds", per / self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +214,7 @@ def _gating(name: str, settings: GateSettings) -> Gating:
         raise ConfigurationError(f"on_failure is {settings.on_failure!r}; it must be 'hold' or 'skip'")
     if settings.gap not in ("wait", "retry", "skip"):
         raise ConfigurationError(f"gap is {settings.gap!r}; it must be 'wait', 'retry' or 'skip'")
-    gap_seconds = seconds(settings.gap_after)
+    gap_seconds = seconds(settings.gap_after, "gap_after")
     limits.check_range("gap_after", gap_seconds, 0, limits.GAP_SECONDS_MAX)
     return Gating(
         name=name,

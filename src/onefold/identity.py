@@ -117,19 +117,21 @@ def _field(what: str) -> str:
 
 def from_function(name: str, function: Callable[..., str], hints: Mapping[str, Any]) -> KeyFunction:
     """Wrap a function of the arguments, after trying it twice on the same sample: it must answer the same."""
-    try:
-        sample = {field: _sample(hint) for field, hint in hints.items()}
-    except Exception:
-        sample = None  # a type we cannot make an example of: the first real send tries it twice instead
-    proved = False
-    if sample is not None:
-        proved = _proves_stable(name, function, sample)
+    known = _answer_to_sample(function, hints)
+    if known is not None:
+        _refuse_unstable(name, known, _answer_to_sample(function, hints) or known)
+    sends, next_look = 0, 1
 
     def key(arguments: Mapping[str, Any]) -> str:
-        nonlocal proved
-        if not proved:
-            _refuse_unstable(name, function(**arguments), function(**arguments))
-            proved = True
+        nonlocal sends, next_look
+        sends += 1
+        if sends >= next_look:
+            # Again with the first send, the second, the fourth and so on: a key made from the time changes with it.
+            next_look = 2 * sends
+            if known is None:
+                _refuse_unstable(name, function(**arguments), function(**arguments))
+            else:
+                _refuse_unstable(name, known, _answer_to_sample(function, hints) or known)
         value = function(**arguments)
         if not isinstance(value, str):
             raise EnvelopeError("idempotency_key", f"the key function of {name} gave {type(value).__name__}, not text")
@@ -138,13 +140,15 @@ def from_function(name: str, function: Callable[..., str], hints: Mapping[str, A
     return key
 
 
-def _proves_stable(name: str, function: Callable[..., str], sample: dict[str, Any]) -> bool:
+def _answer_to_sample(function: Callable[..., str], hints: Mapping[str, Any]) -> object | None:
+    """Return what a function answers to an example of its arguments; None where there is none, or none that suits it.
+
+    Then real sends tell whether it is stable.
+    """
     try:
-        first, second = function(**sample), function(**sample)
+        return function(**{field: _sample(hint) for field, hint in hints.items()})
     except Exception:
-        return False  # the sample did not suit it; the first real send decides
-    _refuse_unstable(name, first, second)
-    return True
+        return None
 
 
 def _refuse_unstable(name: str, first: object, second: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from onefold.errors import DURATION_SECONDS_MAX as DURATION_SECONDS_MAX
 from onefold.errors import ConfigurationError, LimitError
 
 #: A message with its metadata must fit Cloudflare's 128 kB, which counts about 100 bytes of its own.
@@ -112,6 +113,9 @@ INTEGER_MAX = 2**63 - 1
 SCHEMA_VERSION_MAX = 1_000_000
 #: The last instant of the year 9999, in microseconds; later ones cannot be written as dates.
 INSTANT_MAX = 253_402_300_799_999_999
+#: The first instant of the year 9000: a message is due before it, so that its expiry and whatever else is counted from
+#: that moment, by at most ``DURATION_SECONDS_MAX`` each, stays before ``INSTANT_MAX``.
+DUE_AT_MAX = 221_845_392_000_000_000
 
 DAY = 86_400.0
 #: An upstream that asks for a longer pause is asked again after this long.
@@ -127,8 +131,8 @@ DEDUPLICATION_WINDOW_MAX = 30 * DAY
 
 #: Handlers that run at once in one process.
 CONCURRENCY = 10
-#: A runner costs a few kilobytes; beyond this a second process is the better answer.
-CONCURRENCY_MAX = 10_000
+#: One event loop runs them all; beyond this a second process is the better answer.
+CONCURRENCY_MAX = 1_000
 #: Never claim more than this at once, however fast the handlers are.
 CLAIM_MAX = 1_000
 #: Claim what will start within about this time at the measured rate.
@@ -199,6 +203,9 @@ REDRIVE_MAX = 100
 STOP_SECONDS = 25.0
 #: After its time to stop a process has this much more to hand back what it runs; then it is killed.
 STOP_MARGIN_SECONDS = 2.0
+#: After a stop a store that does not answer is waited for no longer than this, at each of the few points where a worker
+#: and its supervisor wait for one: what is not handed back by then is left to its lease.
+STOP_STORE_SECONDS = 5.0
 #: After its timeout a handler is cancelled; one that is still there after this long more is killed with its process.
 HARD_TIMEOUT_GRACE = 5.0
 
@@ -308,6 +315,8 @@ def check_bytes(field: str, text: str, most: int) -> str:
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a setting outside its range."""
+    """Refuse a setting outside its range; so is NaN, and a truth value is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationError(f"{name} is a {type(value).__name__}; it must be a number from {least:g} to {most:g}")
     if not least <= value <= most:
         raise ConfigurationError(f"{name} is {value:g}; it must be from {least:g} to {most:g}")

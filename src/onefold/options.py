@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import Literal, TypedDict
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
 
 from onefold import limits
 from onefold.clock import to_instant
@@ -48,6 +50,39 @@ class TaskSettings(GateSettings):
     isolate: bool = False
     #: Give each run up to so many messages; True for the default number.
     batch: int = 0
+
+    def __post_init__(self) -> None:
+        known = get_args(Effect)
+        if self.effects is not None and not (isinstance(self.effects, tuple) and set(self.effects) <= set(known)):
+            raise ConfigurationError(
+                f"effects is {self.effects!r}; it must be a tuple of {', '.join(map(repr, known))}"
+            )
+
+
+#: Options as other libraries name them, and what says the same here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("retries", "max_retries", "max_attempts", "attempts", "retry_policy", "backoff"),
+        "retry=RetryPolicy(max_attempts=…, base=…), where max_attempts counts the first run too",
+    ),
+    **dict.fromkeys(("delay", "countdown", "eta", "at"), "it where you send: task.options(delay=…).send(…)"),
+    **dict.fromkeys(("idempotency_key", "unique", "unique_key"), "key='{argument}'"),
+    **dict.fromkeys(("time_limit", "soft_time_limit", "job_timeout"), "timeout=…"),
+    **dict.fromkeys(("concurrency", "max_concurrency"), "max_running=…"),
+    **dict.fromkeys(("ttl", "expire", "expiry", "timeout_at"), "expires=…"),
+}
+
+
+def task_settings(settings: Mapping[str, Any]) -> TaskSettings:
+    """Return what a decorator was given as settings; one that is unknown is refused with the right name for it."""
+    known = [one.name for one in fields(TaskSettings)]
+    for name in settings:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = _ELSEWHERE.get(name) or (f"{close[0]}=…" if close else None)
+            remedy = f"write {meant}" if meant else f"known: {', '.join(known)}"
+            raise ConfigurationError(f"unknown option {name!r}; {remedy}")
+    return TaskSettings(**settings)
 
 
 class TaskOptions(GateOptions, total=False):
@@ -114,9 +149,11 @@ def check_options(options: SendOptions) -> SendOptions:
             limits.check_bytes(name, options[name], limits.KEY_BYTES_MAX)
     if "at" in options:
         try:
-            to_instant(options["at"])
+            due_at = to_instant(options["at"])
         except ValueError as error:
             raise ConfigurationError(f"at: {error}") from error
+        if not 0 <= due_at <= limits.DUE_AT_MAX:
+            raise ConfigurationError(f"at is {options['at']}; it must lie in the years 1970 to 8999")
     if "queue" in options:
         limits.check_name("queue", options["queue"])
     if "deduplicate_for" in options:

@@ -13,7 +13,7 @@ from onefold.context import Context
 from onefold.envelope import Envelope
 from onefold.errors import ConfigurationError
 from onefold.identity import KeySource
-from onefold.options import TaskOptions, TaskSettings
+from onefold.options import TaskOptions, TaskSettings, task_settings
 from onefold.registry import Registry
 from onefold.store import Store
 from onefold.subscription import Subscription
@@ -88,7 +88,7 @@ class EventVerbs:
         handled by each subscriber, in their order.  ``version`` is the event's own: a subscriber with a lower one
         leaves it to newer workers.
         """
-        return self._add_topic(name, kind, TaskSettings(name=name, **settings))
+        return self._add_topic(name, kind, task_settings({"name": name, **settings}))
 
     def _add_topic(self, name: str, kind: Any, settings: TaskSettings, *, implied: bool = False) -> Topic[Any]:
         async def copy(ctx: Context) -> int:
@@ -128,7 +128,7 @@ class EventVerbs:
         elif not isinstance(known, Topic):
             raise ConfigurationError(f"{name!r} is a task, not an event; give the event another name")
         declare = DeclareBatchSubscriber if settings.get("batch") else DeclareSubscriber
-        return declare(self, name, TaskSettings(**settings))
+        return declare(self, name, task_settings(settings))
 
     # people
 

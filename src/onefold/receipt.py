@@ -90,7 +90,7 @@ class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
         and ``ResultTimeoutError`` when ``timeout`` passes first; waiting changes nothing about the message.
         """
         self._known()
-        left = None if timeout is None else seconds(timeout)
+        left = None if timeout is None else seconds(timeout, "timeout")
         pause = _LOOK_SECONDS_FIRST
         while True:
             if record := await self._ended():

@@ -18,7 +18,14 @@ from onefold.clock import MICROSECONDS
 from onefold.codec import fingerprint_of
 from onefold.context import Context
 from onefold.envelope import Envelope, check, derived_key, from_json, refuse_reserved, to_json
-from onefold.errors import EnvelopeError, KeyMismatchError, LimitError, OnefoldError, Snooze
+from onefold.errors import (
+    EnvelopeError,
+    KeyMismatchError,
+    LimitError,
+    OnefoldError,
+    Snooze,
+    UnknownArgumentError,
+)
 from onefold.isolation import DecidedError
 from onefold.recurring import Complete
 from onefold.registry import Inlet, Registry
@@ -187,6 +194,8 @@ def _identify(sent: Envelope, task: Task[Any, Any]) -> tuple[str, bytes]:
             # Of a task without a key it is no harm: its handler will not run, and the dead letter says what is wrong.
             # A topic passes on what it need not be able to read.
             if task.has_key and not isinstance(task, Topic):
+                if isinstance(error, UnknownArgumentError):
+                    raise NewerVersionError(error.field, error.problem) from error
                 raise (
                     error if isinstance(error, EnvelopeError) else EnvelopeError("payload_inline", str(error))
                 ) from error

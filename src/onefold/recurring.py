@@ -60,7 +60,7 @@ def check_policy(
         return catchup or "skip", None
     if catchup not in ("last", "all"):
         raise ConfigurationError("window= bounds how far back catchup='last' or 'all' goes; 'skip' goes nowhere")
-    return catchup, round(seconds(window) * MICROSECONDS)
+    return catchup, round(seconds(window, "window") * MICROSECONDS)
 
 
 def declared_schedules(registry: Registry, now: int) -> list[ScheduleRecord]:

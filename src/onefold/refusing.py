@@ -1,4 +1,4 @@
-"""Stage 7, handle: messages that must not run, and what becomes of them instead.  Pure."""
+"""Stage 7, handle: messages that must not run, and what becomes of them instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from onefold.clock import MICROSECONDS
 from onefold.envelope import Envelope
-from onefold.errors import EnvelopeError, SequenceGapError
+from onefold.errors import EnvelopeError, SequenceGapError, UnknownArgumentError
 from onefold.retry import failure_of
 from onefold.store import Again, Dead, Failure, HandBack, Lease, Outcome, damaged
 from onefold.task import Task
@@ -19,6 +19,9 @@ UNSUPPORTED_SECONDS = 30.0
 #: ... then as long again as it has waited, up to this long: one that no worker will ever understand is looked at 180
 #: times in its week, and not 20,000 times.
 UNSUPPORTED_SECONDS_MAX = 3_600.0
+#: What the log has been told of newer versions, by type and reason; so many are remembered.
+_TOLD_MAX = 1_000
+_told: set[tuple[str, str]] = set()
 
 
 def refuse(task: Task[Any, Any], lease: Lease, quarantine_after: int) -> Outcome | SequenceGapError | None:
@@ -32,12 +35,26 @@ def refuse(task: Task[Any, Any], lease: Lease, quarantine_after: int) -> Outcome
     if is_expired(envelope, lease.claimed_at):
         return expired(task.key_window)
     if not task.understands(envelope):
-        logger.warning("unsupported_version message_id=%s message_type=%s", envelope.id, envelope.message_type)
-        waited = (lease.claimed_at - _first_due(lease)) / MICROSECONDS
-        return Again(min(max(waited, UNSUPPORTED_SECONDS), UNSUPPORTED_SECONDS_MAX), None, counted=False)
+        return wait_for_newer(lease, f"schema_version: is {envelope.schema_version}; {task.version} is known")
     if task.adopts and task.gate.is_for_all and not (lease.gate or "").startswith(task.gate.prefix):
         return _adopt(task, lease)
     return _judge_gap(task, lease) if lease.gap else None
+
+
+def wait_for_newer(lease: Lease, why: str) -> Again:
+    """Return the outcome of a message that only a newer version of the code can handle."""
+    _tell_once(lease.envelope.message_type, why, lease.id)
+    waited = (lease.claimed_at - _first_due(lease)) / MICROSECONDS
+    return Again(min(max(waited, UNSUPPORTED_SECONDS), UNSUPPORTED_SECONDS_MAX), None, counted=False)
+
+
+def _tell_once(message_type: str, why: str, message_id: str) -> None:
+    """Log once in a process what is waited for: while a deployment goes on, all messages of a type may wait for it."""
+    if (message_type, why) not in _told:
+        if len(_told) >= _TOLD_MAX:
+            _told.clear()
+        _told.add((message_type, why))
+        logger.warning("unsupported_version message_id=%s message_type=%s error=%s", message_id, message_type, why)
 
 
 def _first_due(lease: Lease) -> int:
@@ -67,6 +84,8 @@ def _adopt(task: Task[Any, Any], lease: Lease) -> Outcome:
     try:
         arguments = task.signature.decode(lease.envelope.payload_inline or b"")
         gate, ordering_key = task.gate.find(arguments, lease.envelope.ordering_key)
+    except UnknownArgumentError as error:
+        return wait_for_newer(lease, str(error))
     except EnvelopeError as error:
         return _dead(task, failure_of(error, "contract"))
     return HandBack(gate, ordered=ordering_key is not None)

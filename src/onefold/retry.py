@@ -82,8 +82,8 @@ class RetryPolicy:
         limits.check_range("max_attempts", self.max_attempts, 1, limits.ATTEMPTS_MAX)
         limits.check_range("factor", self.factor, 1, 100)
         limits.check_range("jitter_floor", self.jitter_floor, 0, 1)
-        object.__setattr__(self, "_base", seconds(self.base))
-        object.__setattr__(self, "_cap", seconds(self.cap))
+        object.__setattr__(self, "_base", seconds(self.base, "base"))
+        object.__setattr__(self, "_cap", seconds(self.cap, "cap"))
         if self._base < DELAY_SECONDS_MIN:
             raise ConfigurationError(f"base is {self._base:g} s; it must be at least {DELAY_SECONDS_MIN} s")
         if self._cap < DELAY_SECONDS_MIN:

@@ -290,11 +290,15 @@ class Runners:
             self._settler.add(held, HandBack())
 
 
-async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel these and wait until they are over."""
+async def cancel(tasks: Sequence[asyncio.Task[Any]], *, within: float | None = None) -> None:
+    """Cancel these and wait until they are over, or for so many seconds: a commit cannot be cancelled half-way."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        await asyncio.wait(tasks, timeout=within)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # looked at, so that it is not reported as forgotten
 
 
 def _uncancel() -> None:

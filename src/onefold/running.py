@@ -18,7 +18,7 @@ from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
 from onefold.journal import signal_note
-from onefold.options import TaskSettings
+from onefold.options import TaskSettings, task_settings
 from onefold.registry import Registry
 from onefold.retry import RetryPolicy
 from onefold.saga import Saga
@@ -85,7 +85,7 @@ class WorkflowVerbs:
         ``name``, until its last run is through; a worker takes only the versions it has.
         ``timeout`` limits each stretch of work between two waits, ``expires`` the time until the first wait.
         """
-        declared = DeclareWorkflow(self, TaskSettings(**settings))
+        declared = DeclareWorkflow(self, task_settings(settings))
         return declared(*function) if function else declared
 
     @overload
@@ -100,7 +100,7 @@ class WorkflowVerbs:
         whether it took effect; then the saga is a dead letter with the reason ``compensated``.  When an undo gives up,
         the saga is stuck until a person resumes or resolves it.
         """
-        declared = DeclareSaga(self, TaskSettings(**settings))
+        declared = DeclareSaga(self, task_settings(settings))
         return declared(*function) if function else declared
 
     @overload

@@ -34,6 +34,10 @@ _FAILURES = (Again, Dead)
 _WHY_SECONDS = 2.0
 #: When the store cannot be reached, try again after this long, doubling up to the second figure.
 _BACK_OFF_SECONDS, _BACK_OFF_SECONDS_MAX = 0.1, 10.0
+#: After so many failures in a row each message is tried alone: it may be one of them that cannot be settled ...
+_TRIES = 3
+#: ... but when the first so many all fail, the store is away.
+_STUCK_MAX = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -102,11 +106,14 @@ class Settler:
         self._let_go = 0
         self._under_way: list[Settlement] = []
         self._arrived = asyncio.Event()
+        self._pause = _BACK_OFF_SECONDS
+        #: Settle one message each, which could not be settled when others could.
+        self._alone: set[asyncio.Task[None]] = set()
         #: Messages whose outcome is recorded; those handed back have none.
         self.done = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._failed) + len(self._under_way)
+        return len(self._waiting) + len(self._failed) + len(self._under_way) + len(self._alone)
 
     def add(self, held: Held, outcome: Outcome) -> None:
         """Settle this soon, together with others."""
@@ -116,15 +123,22 @@ class Settler:
 
     async def run(self) -> None:
         """Settle whatever is added, until cancelled."""
-        while True:
-            while not (self._waiting or self._failed):
-                self._arrived.clear()
-                await self._arrived.wait()
-            together = self._under_way = self._next()
-            await self._settle(together)
-            self._under_way = []
-            # Told again, because only now nothing is under way any more.
-            self._settled(together[-1][0])
+        try:
+            while True:
+                while not (self._waiting or self._failed):
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                together = self._under_way = self._next()
+                left = await self._settle(together)
+                self._under_way = []
+                # Together with what has come meanwhile: if the others can be settled, the store is not away.
+                self._waiting.extendleft(reversed(left))
+                # Told again, because only now nothing is under way any more.
+                self._settled(together[-1][0])
+        finally:
+            for task in self._alone:
+                task.cancel()
+            await asyncio.gather(*self._alone, return_exceptions=True)
 
     def _next(self) -> list[Settlement]:
         together: list[Settlement] = []
@@ -144,22 +158,62 @@ class Settler:
     async def settle(self, settlements: list[Settlement]) -> None:
         """Settle now, for as long as it takes: what handlers have done is not dropped because the store is away."""
         self._execution.log_failures()
-        await self._settle(settlements)
+        while settlements:
+            settlements = await self._settle(settlements)
 
-    async def _settle(self, settlements: list[Settlement]) -> None:
-        pause = _BACK_OFF_SECONDS
-        while True:
+    async def _settle(self, settlements: list[Settlement]) -> list[Settlement]:
+        """Settle these, with a few tries; return those for which the store was away each time."""
+        for _ in range(_TRIES):
             try:
                 won = await self._execution.store.settle([(held.lease, outcome) for held, outcome in settlements])
-                break
             except StoreUnavailableError as error:
                 logger.warning("store_unavailable doing=settle messages=%d error=%s", len(settlements), error)
-                await self._execution.clock.sleep(pause)
-                pause = min(pause * 2, _BACK_OFF_SECONDS_MAX)
+                await self._execution.clock.sleep(self._pause)
+                self._pause = min(self._pause * 2, _BACK_OFF_SECONDS_MAX)
             except Exception as error:
                 # Also what no store expects of a value, such as a number too large to be written.
                 await self._settle_apart(settlements, error)
-                return
+                return []
+            else:
+                await self._record(settlements, won)
+                return []
+        return await self._settle_singly(settlements) if len(settlements) > 1 else settlements
+
+    async def _settle_singly(self, settlements: list[Settlement]) -> list[Settlement]:
+        """Find out whether the store is away, or only cannot settle one of these, such as one whose row is locked.
+
+        If any can be settled alone, those that cannot are left to tasks of their own, and no other waits for them.
+        """
+        stuck: list[tuple[Settlement, StoreUnavailableError]] = []
+        for number, one in enumerate(settlements, start=1):
+            try:
+                won = await self._execution.store.settle([(one[0].lease, one[1])])
+            except StoreUnavailableError as error:
+                stuck.append((one, error))
+                if number == len(stuck) == _STUCK_MAX:
+                    # None can be settled.  The next time others are tried first.
+                    return settlements[number:] + settlements[:number]
+            except Exception as error:
+                await self._settle_apart([one], error)
+            else:
+                await self._record([one], won)
+        if len(stuck) == len(settlements):
+            return settlements
+        for one, why in stuck:
+            logger.error("settle_blocked message_id=%s error=%s", one[0].lease.id, why)
+            task = asyncio.create_task(self.settle([one]), name="onefold-settle-alone")
+            self._alone.add(task)
+            task.add_done_callback(self._end_alone)
+        return []
+
+    def _end_alone(self, task: asyncio.Task[None]) -> None:
+        self._alone.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("cannot_settle error=%s", type(error).__name__, exc_info=error)
+
+    async def _record(self, settlements: list[Settlement], won: list[bool]) -> None:
+        """Tell the worker of what the store has settled."""
+        self._pause = _BACK_OFF_SECONDS
         lost: list[Lease] = []
         for (held, outcome), mine in zip(settlements, won, strict=True):
             if isinstance(outcome, HandBack):
@@ -194,6 +248,7 @@ class Settler:
         failed = self._execution.decide_failure(task, held.lease, error)
         if type(failed) is type(outcome) and not getattr(outcome, "sends", ()):
             # The failure itself cannot be recorded, and trying again would not change that.
+            logger.error("set_aside message_id=%s reason=damaged error=%s", held.lease.id, type(error).__name__)
             failed = Dead(damaged(f"it cannot be settled: {error}"), key_window=task.key_window)
         await self.settle([(held, failed)])
 

@@ -60,7 +60,7 @@ class StepSettings:
             if option == "name":
                 changed = replace(changed, name=limits.check_step_name("step", str(value)))
             elif option == "timeout":
-                most = None if value is None else seconds(value)  # type: ignore[arg-type]
+                most = None if value is None else seconds(value, "timeout")  # type: ignore[arg-type]
                 changed = replace(changed, timeout_seconds=most, limited=True)
             elif option == "retry" and isinstance(value, RetryPolicy):
                 changed = replace(changed, retry=value)

@@ -95,6 +95,8 @@ class Capabilities:
     notifies: bool
     #: The worst that accepted messages survive.
     durability: Literal["power loss", "process crash", "nothing"]
+    #: It took no writes when it was opened, such as a read replica: it can be read, and no worker can use it.
+    read_only: bool = False
 
 
 class Transaction(Protocol):

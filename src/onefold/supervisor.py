@@ -20,6 +20,7 @@ from onefold.errors import ConfigurationError, StoreError
 from onefold.fleet import parse_queues
 from onefold.process import WorkerProcess
 from onefold.purging import keep_purged
+from onefold.runners import cancel
 from onefold.store import Lane, Query, Record, State, Store
 from onefold.task import Task
 from onefold.watch import Watch
@@ -38,6 +39,9 @@ _SUSPECTS_SECONDS = 5.0
 _PAUSES_WHEN_WORN = 4
 #: A store that failed is asked again after this many deaths' pause.
 _PAUSES_WHEN_AWAY = 3
+#: A process that was killed is gone, and what it held is handed back, within this time: a little more than the store
+#: is waited for.
+_GONE_SECONDS = limits.STOP_STORE_SECONDS + 2.0
 #: Looks at what a dead process held, after the one at its burial.
 _LATE_LOOKS = 2
 
@@ -118,9 +122,8 @@ class Supervisor:
         finally:
             for process in self.crew.processes.values():
                 process.kill("its supervisor failed", frozenset())
-            for task in (working, stopping, *background):
-                task.cancel()
-            await asyncio.gather(working, stopping, *background, return_exceptions=True)
+            # A commit of the housekeeper's may wait for a standby, and cannot be cancelled half-way.
+            await cancel([working, stopping, *background], within=limits.STOP_STORE_SECONDS)
         if self._failure is not None:
             raise self._failure
         return self.crew.settled
@@ -131,12 +134,17 @@ class Supervisor:
             process.stop(at=self._clock.steady())
         hurrying = asyncio.create_task(self._hurrying.wait(), name="onefold-hurrying")
         everybody = asyncio.create_task(self._everybody_is_gone(), name="onefold-last")
-        await asyncio.wait([everybody, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        # A process that is late is killed before this is over; then only the store can keep it from being forgotten.
+        patience = self._settings.stop_seconds + limits.STOP_MARGIN_SECONDS + _GONE_SECONDS
+        await asyncio.wait([everybody, hurrying], return_when=asyncio.FIRST_COMPLETED, timeout=patience)
         for process in self.crew.processes.values():
-            process.kill("a second signal came", frozenset())
-        await everybody
+            process.kill("a second signal came" if self._hurrying.is_set() else "it did not stop in time", frozenset())
+        if not (await asyncio.wait([everybody], timeout=_GONE_SECONDS))[0]:
+            self.crew.give_up()
+            await everybody
         hurrying.cancel()
-        await working
+        if (await asyncio.wait([working], timeout=limits.STOP_STORE_SECONDS))[0]:
+            working.result()
 
     async def _everybody_is_gone(self) -> None:
         while self.crew.processes:

@@ -87,14 +87,14 @@ class Call(msgspec.Struct, Generic[R], frozen=True, gc=False):
                 payload_inline=self.payload,
                 fingerprint=self.fingerprint,
                 deduplication_key=options.get("deduplicate"),
-                deduplicate_for=_micros(options.get("deduplicate_for", limits.DEDUPLICATION_WINDOW)),
+                deduplicate_for=_micros(options.get("deduplicate_for", limits.DEDUPLICATION_WINDOW), "deduplicate_for"),
                 gate=self.place.gate,
                 ordering_key=self.place.ordering_key,
                 sequence=options.get("sequence"),
                 priority=options.get("priority", self.task.gate.priority),
                 trace=options.get("trace") or (parent.trace if parent else None),
                 tags=options.get("tags"),
-                delay=_micros(options.get("delay", 0)),
+                delay=_micros(options.get("delay", 0), "delay"),
                 due_at=to_instant(options["at"]) if "at" in options else 0,
                 retention=retention_of(expires),
                 pinned=self.task.pinned,
@@ -123,7 +123,7 @@ def retention_of(expires: timedelta | float | None) -> int:
     return 0 if expires is None else max(1, _micros(expires, "expires"))
 
 
-def _micros(duration: timedelta | float, name: str = "a duration") -> int:
+def _micros(duration: timedelta | float, name: str) -> int:
     return round(seconds(duration, name) * MICROSECONDS)
 
 
@@ -164,15 +164,15 @@ class Task(Generic[P, R]):
         limits.check_range("version", settings.version, 1, limits.SCHEMA_VERSION_MAX)
         self.version = settings.version
         self.retry = settings.retry
-        self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout)
+        self.timeout_seconds = None if settings.timeout is None else seconds(settings.timeout, "timeout")
         #: Whether it is simply called on the event loop, with nothing around it.
         self.is_direct = self.handler.is_direct and self.timeout_seconds is None
         self.expires = settings.expires
         self.retention = retention_of(settings.expires)
-        self.key_window = seconds(settings.key_window)
+        self.key_window = seconds(settings.key_window, "key_window")
         self.settle = settings.settle
         self.effects = settings.effects
-        self.beat_seconds = None if settings.beat_within is None else seconds(settings.beat_within)
+        self.beat_seconds = None if settings.beat_within is None else seconds(settings.beat_within, "beat_within")
         self._sender = sender
         self._check_windows()
 
@@ -210,7 +210,7 @@ class Task(Generic[P, R]):
 
     def _check_windows(self) -> None:
         """A key that is forgotten while its message can still come back would let the effect happen twice."""
-        lives = 0.0 if self.expires is None else seconds(self.expires)
+        lives = 0.0 if self.expires is None else seconds(self.expires, "expires")
         needed = lives + limits.DEAD_RETENTION + limits.KEY_MARGIN
         if self.key_window < needed:
             raise ConfigurationError(

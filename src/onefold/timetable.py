@@ -144,7 +144,7 @@ def make_timetable(
         return _checked(Cron(expression, timezone))
     if timezone != "UTC":
         raise ConfigurationError("every= counts the time that passes, so it has no timezone=; use a cron expression")
-    length = seconds(every or 0.0)
+    length = seconds(0.0 if every is None else every, "every")
     limits.check_range("every", length, limits.EVERY_SECONDS_MIN, limits.EVERY_SECONDS_MAX)
     micros = round(length * MICROSECONDS)
     if mode == "delay" and anchor is None:

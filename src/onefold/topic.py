@@ -48,7 +48,7 @@ class EventSignature(Signature):
         return data, fingerprint_of(data)
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        return {self._name: self._event.decode(data)}
+        return {self._name: self._event.decode_sent(data)}
 
 
 class _Unread(EventSignature):

@@ -109,7 +109,7 @@ class Worker:
     async def run(self) -> None:
         """Work until stopped, or until nothing is left to do.
 
-        When it returns, every message it had is settled or handed back.
+        When it returns, every message it had is settled or handed back, if the store could be told.
         """
         others = [
             asyncio.create_task(self._settler.run(), name="onefold-settler"),
@@ -137,7 +137,7 @@ class Worker:
         finally:
             await cancel([claimer, stopping])
             await self._stop_runners()
-            await cancel(others)
+            await cancel(others, within=limits.STOP_STORE_SECONDS)
             self._runners.broken.cancel()
             await self._guard.stop()
 
@@ -280,16 +280,20 @@ class Worker:
         unstarted = [*self._runners.supply, *self._suspects]
         self._runners.supply.clear()
         self._suspects.clear()
-        await self._settler.hand_back(unstarted)
         try:
             async with asyncio.timeout(self._settings.stop_seconds):
+                await self._settler.hand_back(unstarted)
                 await self._quiet()
                 await self._execution.finish_late()
         except TimeoutError:
             await self._stop_runners()
-            await self._settler.hand_back([held for held in self._held.values() if not held.settling])
-            await self._quiet()
-        await self._reporter.look()
+        try:
+            async with asyncio.timeout(limits.STOP_STORE_SECONDS):
+                await self._settler.hand_back([held for held in self._held.values() if not held.settling])
+                await self._quiet()
+                await self._reporter.look()
+        except TimeoutError:
+            logger.warning("stopped_unsettled messages=%d: the store did not answer in time", len(self._held))
 
     async def _stop_runners(self) -> None:
         """Cancel what still runs; marked first, so that no handler takes it for something of its own."""

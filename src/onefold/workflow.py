@@ -154,9 +154,10 @@ class Run:
         minutes: float = 0,
     ) -> Coroutine[Any, Any, None]:
         """Go on after this long: a ``timedelta``, a number of seconds, or days, hours and minutes.  Holds no worker."""
-        length = seconds(duration or 0)
-        if days or hours or minutes:
-            length += seconds(timedelta(days=days, hours=hours, minutes=minutes))
+        length = seconds(0 if duration is None else duration, "sleep")
+        for unit, count, name in ((86_400, days, "days"), (3_600, hours, "hours"), (60, minutes, "minutes")):
+            length += unit * seconds(count, name)
+        seconds(length, "sleep")
         return self._sleep(self._name("sleep"), length)
 
     async def _sleep(self, name: str, length: float) -> None:
@@ -188,7 +189,7 @@ class Run:
         Raises ``SignalTimeoutError`` when ``timeout`` passes first.
         """
         limits.check_step_name("signal", name)
-        length = None if timeout is None else seconds(timeout)
+        length = None if timeout is None else seconds(timeout, "timeout")
         try:
             codec = ResultCodec(type, field=f"signal {name}")
         except (TypeError, NotImplementedError) as error:

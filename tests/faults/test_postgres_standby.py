@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from datetime import timedelta
 from urllib.parse import urlsplit
 
 import pytest
-from fault_scene import Loop, run
+from fault_scene import Loop, run, until
 from standby_scene import (
     WAYS,
     Waiters,
@@ -19,8 +21,8 @@ from standby_scene import (
     short_waits,
 )
 
-from onefold import StoreError, StoreUnavailableError
-from onefold.stores.postgres import PostgresStore
+from onefold import App, ConfigurationError, StoreError, StoreUnavailableError
+from onefold.stores.postgres import PostgresStore, connection
 from onefold.stores.postgres import store as store_module
 from onefold.testing.servers import PostgresServer, PostgresStandby
 
@@ -87,20 +89,128 @@ def test_a_store_closes_in_time_while_its_commits_wait(
 CLOSED_SECONDS_MAX = 5.0
 
 
+def make_read_only(server: PostgresServer, url: str, *, on: bool) -> None:
+    """Let a database take no writes any more, or take them again, from the next session on; sessions are ended."""
+    database = urlsplit(url).path.strip("/")
+    value = "on" if on else "off"
+    ask(server.url(), f"ALTER DATABASE {database} SET default_transaction_read_only = {value}")  # type: ignore[arg-type]
+    ask(server.url(), "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", database)
+
+
+@pytest.mark.alone
 def test_a_read_replica_is_named_as_such(postgres_server: PostgresServer, postgres_url: str) -> None:
-    """A server that takes no writes can be read, and a send says what is wrong and what to do about it."""
+    """A server that takes no writes can be read; a send and a worker say at once what is wrong and what to do."""
+
+    async def scenario() -> None:
+        async with App(postgres_url) as primary:
+            handle = primary.task(name="handle")(_handle)
+            await handle.send()
+        make_read_only(postgres_server, postgres_url, on=True)
+        app = App(postgres_url)
+        handle = app.task(name="handle")(_handle)
+        async with app, asyncio.timeout(CLOSED_SECONDS_MAX):
+            assert (await app.count())["default"].scheduled == 1
+            for verb in (handle.send, lambda: app.work(until_idle=True), lambda: app.send_many([handle.call()])):
+                with pytest.raises(ConfigurationError, match=r"read replica.*target_session_attrs=read-write"):
+                    await verb()
+            make_read_only(postgres_server, postgres_url, on=False)
+            await handle.send()
+
+    run(lambda: _migrated(postgres_url))
+    run(scenario)
+
+
+async def _handle() -> None: ...
+
+
+async def _migrated(url: str) -> None:
+    await App(url).migrate()
+
+
+def test_a_worker_whose_server_takes_no_writes_any_more_waits(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """Fault 8: with schedules and messages; when the server takes writes again, all goes on."""
+
+    async def scenario() -> None:
+        store = PostgresStore(postgres_url, patience=0.1)
+        app = App(store=store)
+        ran: list[int] = []
+
+        @app.task
+        async def handle(number: int) -> None:
+            ran.append(number)
+
+        @app.recurring(every=timedelta(seconds=1), mode="rate")
+        async def tick() -> None:
+            ran.append(-1)
+
+        await app.migrate()
+        async with app:
+            await handle.send(1)
+            working = asyncio.create_task(app.work())
+            await until(lambda: _true(1 in ran))
+            make_read_only(postgres_server, postgres_url, on=True)
+            await asyncio.sleep(1.5)
+            assert not working.done()
+            make_read_only(postgres_server, postgres_url, on=False)
+            ticks = ran.count(-1)
+            await until(lambda: _can(handle.send(2)))
+            await until(lambda: _true(2 in ran and ran.count(-1) > ticks))
+            app.stop_working()
+            await working
+
+    run(scenario)
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def _can(send: Awaitable[object]) -> bool:
+    try:
+        await send
+    except StoreError:
+        return False
+    return True
+
+
+def test_a_primary_that_was_replaced_and_comes_back_is_refused(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 8: by a program that has seen the timeline of the primary which took its place."""
+    ((server,),) = ask(postgres_url, "SELECT system_identifier::text FROM pg_control_system()")
 
     async def scenario() -> None:
         store = PostgresStore(postgres_url, patience=0.1)
         await store.migrate()
-        database = urlsplit(postgres_url).path.strip("/")
-        ask(postgres_server.url(), f"ALTER DATABASE {database} SET default_transaction_read_only = on")  # type: ignore[arg-type]
         await store.open()
-        try:
-            assert await store.count() == {}
-            with pytest.raises(StoreUnavailableError, match=r"read replica.*target_session_attrs=read-write"):
-                await store.put([message("k")])
-        finally:
-            await store.close()
+        assert connection._newest_timeline[server] == 1
+        monkeypatch.setitem(connection._newest_timeline, server, 2)
+        await store.close()
+        with pytest.raises(StoreUnavailableError, match=r"replaced and came back: its timeline is 1.*seen 2"):
+            await store.open()
 
     run(scenario)
+
+
+@pytest.mark.deep
+def test_a_promoted_standby_has_a_newer_timeline_than_its_old_primary() -> None:
+    """Fault 8: two real servers; whoever has written to the new one does not write to the old one."""
+    with PostgresServer() as primary, PostgresStandby(primary) as standby:
+        url = primary.create_database("shop")
+
+        async def scenario() -> None:
+            store = PostgresStore(url)
+            await store.migrate()
+            await store.open()
+            await store.close()
+            await asyncio.to_thread(standby.promote)
+            newer = PostgresStore(standby.url("shop"))
+            await until(lambda: _can(newer.open()))
+            await newer.put([message("k")])
+            await newer.close()
+            with pytest.raises(StoreUnavailableError, match="replaced and came back"):
+                await PostgresStore(url, patience=0.1).open()
+
+        run(scenario)

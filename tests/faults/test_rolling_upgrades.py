@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -14,7 +17,7 @@ import psycopg
 import pytest
 from fault_scene import Scene, run, until
 
-from onefold import SchemaError
+from onefold import App, Query, SchemaError, State
 from onefold.stores import open_store
 from onefold.stores.postgres import schema as postgres_schema
 from onefold.stores.sql import Migration
@@ -190,3 +193,119 @@ def test_processes_that_migrate_at_once_apply_each_migration_once(store_url: str
             await scene.verdict()
 
     run(scenario)
+
+
+class Rollout:
+    """Workers and senders of two builds of one application, as processes on one store."""
+
+    def __init__(self, url: str, directory: Path) -> None:
+        self.app = App(url)
+        self._url = url
+        self._directory = directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def work(self, build: str) -> subprocess.Popen[bytes]:
+        """Start a worker of a build."""
+        return self._start(build, "-m", "onefold", "worker", "rolling_build:app", "--lease", "5")
+
+    def send(self, build: str, numbers: range) -> subprocess.Popen[bytes]:
+        """Start a sender of a build."""
+        return self._start(build, "rolling_build.py", str(numbers.start), str(numbers.stop))
+
+    def _start(self, build: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self._directory / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=Path(__file__).parent,
+                env={**os.environ, "ONEFOLD_URL": self._url, "BUILD": build},
+                stdout=log,
+                stderr=log,
+            )
+        self._processes.append(process)
+        return process
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "log").read_text()
+
+    async def end(self, *processes: subprocess.Popen[bytes], stop: bool = False) -> None:
+        """Wait until these are over, after a SIGTERM if they are workers; each must end well."""
+        for process in processes:
+            if stop:
+                process.terminate()
+        for process in processes:
+            assert await asyncio.to_thread(process.wait, 60) == 0, self.log
+
+    async def settled(self, number: int) -> bool:
+        """Whether so many messages are over."""
+        states = await self.states()
+        assert not states[State.DEAD], self.log
+        return states[State.DONE] >= number
+
+    async def newer_works(self) -> bool:
+        """Whether a worker of the newer build has done what no other can."""
+        return bool(await self.app.find(Query(message_type="said", states=(State.DONE,), limit=1)))
+
+    async def states(self) -> Counter[State]:
+        counts: Counter[State] = Counter()
+        after = ""
+        while page := await self.app.find(Query(after=after, limit=1_000)):
+            counts.update(record.state for record in page)
+            after = page[-1].envelope.id
+        return counts
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def rollout(store_url: str, tmp_path: Path) -> Iterator[Rollout]:
+    made = Rollout(store_url, tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.mark.parametrize("load", [15, pytest.param(300, marks=pytest.mark.deep)])
+def test_two_builds_roll_forward_and_back_under_load(rollout: Rollout, load: int) -> None:
+    """M47: a new argument with a default, in tasks, workflows and their children: nothing dead, lost or twice."""
+    first, both, last = range(load), range(load // 2, 2 * load), range(2 * load, 3 * load)
+
+    async def scenario() -> None:
+        app = rollout.app
+        await app.migrate()
+        async with app:
+            async with app.transaction() as transaction:
+                await transaction.execute("CREATE TABLE ledger (kind TEXT, number INTEGER)")
+            old = rollout.work("old")
+            senders = [rollout.send("old", first), rollout.send("new", both)]
+            # Forward: newer senders before newer workers, which is the order that used to kill messages.
+            await rollout.end(*senders)
+            new = rollout.work("new")
+            await until(rollout.newer_works, every=0.1)
+            # And back, while both send again, some of it the same.
+            again = [rollout.send("old", both), rollout.send("new", last)]
+            await rollout.end(new, stop=True)
+            await rollout.end(*again)
+            # Forward again, for good.
+            new = rollout.work("new")
+            await rollout.end(old, stop=True)
+            numbers = len(range(3 * load))
+            of_newer = len(both) + len(last)
+            await until(lambda: rollout.settled(3 * numbers + of_newer), every=0.1)
+            await rollout.end(new, stop=True)
+            assert set(await rollout.states()) == {State.DONE}, rollout.log
+            rows = await app.store.fetch("SELECT kind, number FROM ledger")
+            ledger = Counter((kind, number) for kind, number in rows)
+            expected = {("plain", n) for n in range(numbers)} | {("plain", 100_000 + n) for n in range(numbers)}
+            expected |= {("step", n) for n in range(numbers)} | {("said", n) for n in [*both, *last]}
+            assert ledger == dict.fromkeys(expected, 1), rollout.log
+
+    async def bounded() -> None:
+        # Each of a dozen processes has to start first, which a busy machine takes seconds for.
+        async with asyncio.timeout(600 if load > 100 else 200):
+            await scenario()
+
+    asyncio.run(bounded())

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from onefold import App, Context
+from onefold import App, Context, Snooze
 
 app = App()
 _runs = os.open(os.environ.get("RUNS", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -79,6 +79,15 @@ async def die(how: str, beside: int) -> None:
         os._exit(0)
     else:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task
+async def later(seconds: float) -> None:
+    """Pass a number from the message on as a duration, past the check that every duration goes through."""
+    began("later")
+    snooze = Snooze(after=1.0)
+    snooze.after_seconds = seconds
+    raise snooze
 
 
 @app.task

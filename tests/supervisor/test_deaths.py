@@ -42,6 +42,20 @@ def _quarantine(scene: Scene, how: str, said: str, in_stack: str) -> None:
     assert {record.crashes for id_, record in scene.records().items() if id_ != killer} == {1}
 
 
+def test_an_outcome_that_cannot_be_written_ends_no_process(scene: Scene) -> None:
+    """C10: it is the dead letter of its own message; nothing beside it begins twice or is blamed."""
+    scene.send("quick", *((f"{number}",) for number in range(20)))
+    (bad,) = scene.send("later", (1e300,))
+    scene.send("quick", *((f"{number}",) for number in range(20, 40)))
+    worker = scene.work("--until-idle")
+    assert worker.wait() == 0, scene.story()
+    (letter,) = scene.letters()
+    assert (letter.id, letter.failure.reason, letter.crashes) == (bad, "damaged", 0)
+    assert scene.states() == {State.DONE: 40, State.DEAD: 1}, scene.story()
+    assert set(scene.runs().values()) == {1}, scene.story()
+    assert f"set_aside message_id={bad}" in worker.printed
+
+
 def test_what_a_dead_process_had_only_fetched_comes_back_at_once(scene: Scene) -> None:
     """C15: it does not wait for the lease, which here is an hour, and no crash is counted."""
     before, after = ((f"{number}",) for number in range(300)), ((f"{number}",) for number in range(300, 700))

@@ -97,6 +97,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "TransportError",
         "TransportUnavailableError",
         "UncertainError",
+        "UnknownArgumentError",
         "Workflow",
         "__version__",
         "never",

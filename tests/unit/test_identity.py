@@ -16,10 +16,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from onefold import App, limits
-from onefold.clock import SystemClock, new_id, system_random
+from onefold.clock import MICROSECONDS, SystemClock, new_id, system_random
 from onefold.envelope import UNKEYED, derived_key
 from onefold.errors import ConfigurationError, EnvelopeError, LimitError
 from onefold.identity import from_function, from_template, upstream_key
+from onefold.testing import FakeClock
 
 
 class Colour(enum.Enum):
@@ -206,6 +207,25 @@ def test_an_unstable_function_over_other_types_is_found_at_the_first_send(hint: 
         key({"a": 1})
     stable = from_function("charge", lambda a: f"k{a}", {"a": hint})
     assert [stable({"a": 1}), stable({"a": 2})] == ["k1", "k2"]
+
+
+def test_a_key_function_of_the_time_is_found_when_the_time_has_passed() -> None:
+    """B4: its answers differ later than at once, so it is asked again as sends go on, ever more seldom."""
+    clock, asked = FakeClock(), 0
+
+    def by_the_second(a: int) -> str:
+        nonlocal asked
+        asked += 1
+        return f"{a}-{clock.now() // MICROSECONDS}"
+
+    key = from_function("charge", by_the_second, {"a": int})
+    for number in range(1_000):
+        key({"a": number})
+    assert asked < 1_000 + 20
+    clock.advance(1.0)
+    calls = (key({"a": number}) for number in range(1_100))
+    with pytest.raises(ConfigurationError, match="not from time or chance"):
+        list(calls)
 
 
 def test_a_key_function_that_cannot_use_the_example_is_tried_at_the_first_send() -> None:

@@ -22,7 +22,7 @@ def test_the_defaults_are_those_of_the_requirements() -> None:
     assert limits.MESSAGE_RETENTION == 7 * limits.DAY
     assert limits.DEAD_RETENTION == 14 * limits.DAY
     assert limits.DEDUPLICATION_WINDOW == 3_600
-    assert (limits.CONCURRENCY, limits.CONCURRENCY_MAX) == (10, 10_000)
+    assert (limits.CONCURRENCY, limits.CONCURRENCY_MAX) == (10, 1_000)
     assert limits.REDRIVE_MAX == 100
 
 

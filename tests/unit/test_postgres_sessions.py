@@ -264,7 +264,7 @@ def test_a_session_lost_while_concluding_leaves_nothing_or_everything(postgres_u
 
 def _ours(seen: list[str]) -> list[str]:
     """Without what other connections do at their own time."""
-    return [text for text in seen if not re.search("pg_notify|set_config|LISTEN", text)]
+    return [text for text in seen if not re.search("pg_notify|set_config|LISTEN|pg_control_system", text)]
 
 
 def test_a_transaction_is_marked_when_it_begins_and_ends_with_its_last_statement(postgres_url: str) -> None:

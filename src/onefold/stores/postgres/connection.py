@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from typing import Any, Literal, TypeVar
 
 import psycopg
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
@@ -87,6 +87,9 @@ _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.02, 1.0
 
 #: These only insert: whatever is in the tables, there is one way to do it.
 _PLANNED_ALIKE = frozenset({"put", "put_alike", "put_hopeful", "put_unkeyed", "put_plain", "put_one", "put_key"})
+
+#: The newest timeline that this process has seen, by the identifier that all servers of one history have in common.
+_newest_timeline: dict[str, int] = {}
 
 _machine = SystemClock()
 _chance = system_random()
@@ -182,10 +185,34 @@ class Connector:
             settings = SETTINGS[role]
             if settings and self._prepares:
                 await wire.rows("session_settings", _settings(settings))
+            if role != "listen":
+                await _refuse_old_primary(wire)
         except BaseException:
             await wire.close()
             raise
         return wire
+
+
+async def _refuse_old_primary(wire: Wire) -> None:
+    """Refuse a server on an older timeline than this process has seen of it: a primary that was replaced and came back.
+
+    What it accepts is in no backup or standby of the primary that took its place.  A process that has never seen that
+    one cannot know.
+    """
+    try:
+        ((server, timeline),) = await wire.rows("server_history")
+    except (errors.InsufficientPrivilege, errors.UndefinedFunction):
+        return  # some hosted servers do not tell
+    if timeline is None:
+        return  # a standby; what is to be written is refused by itself
+    number = int(timeline, 16)
+    newest = _newest_timeline.setdefault(server, number)
+    if number < newest:
+        raise psycopg.OperationalError(
+            f"the server is a primary that was replaced and came back: its timeline is {number}, and this program has "
+            f"seen {newest}; shut it down, or make it a standby of the new primary"
+        )
+    _newest_timeline[server] = number
 
 
 def _settings(settings: Mapping[str, str]) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def translated(error: psycopg.Error) -> OnefoldError:
         return BlockedError(f"PostgreSQL: {said}; nothing was written")
     if isinstance(error, errors.UndefinedTable | errors.InvalidSchemaName | errors.UndefinedFunction):
         return SchemaError(f"PostgreSQL: {said}; run `onefold migrate`")
+    if error.sqlstate == _READ_ONLY_STATE:
+        return StoreUnavailableError(READ_ONLY)
     if may_rerun(error):
         return StoreConflictError(f"PostgreSQL: {said}; nothing was written")
     if isinstance(error, errors.QueryCanceled):

@@ -1079,7 +1079,15 @@ SELECT pg_catalog.current_setting('server_encoding')
 
 -- name: durability
 SELECT pg_catalog.current_setting('fsync') = 'on' AND pg_catalog.current_setting('full_page_writes') = 'on'
-    AND pg_catalog.current_setting('synchronous_commit') <> 'off'
+    AND pg_catalog.current_setting('synchronous_commit') <> 'off',
+    pg_catalog.current_setting('transaction_read_only') = 'on'
+
+-- name: server_history
+-- Which server this is, and on which timeline it writes: each promotion of a standby begins a new one.
+SELECT (SELECT system_identifier::text FROM pg_catalog.pg_control_system()),
+    CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN
+        pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8)
+    END
 
 -- name: schema_state
 SELECT pg_catalog.to_regclass('onefold.migration') IS NOT NULL,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 
@@ -42,7 +42,7 @@ from onefold.stores.home import Home
 from onefold.stores.postgres import resolve, schema
 from onefold.stores.postgres.claiming import Claimer
 from onefold.stores.postgres.connection import Connector, Pooler, Role, refuse_foreign, refuse_lost
-from onefold.stores.postgres.faults import BlockedError, RefusedError, has_ended, is_gone
+from onefold.stores.postgres.faults import READ_ONLY, BlockedError, RefusedError, has_ended, is_gone
 from onefold.stores.postgres.handling import ENDED, HandlerWire, refuse_endings
 from onefold.stores.postgres.leasing import Wanted
 from onefold.stores.postgres.link import Link
@@ -141,15 +141,28 @@ class PostgresStore:
         self._opened = True
         try:
             with _admitted():
-                durable = await self._links["claim"].run(self._check)
-            self.capabilities = replace(self.capabilities, durability="power loss" if durable else "process crash")
+                durable, read_only = await self._links["claim"].run(self._check)
+            durability: Literal["power loss", "process crash"] = "power loss" if durable else "process crash"
+            self.capabilities = replace(self.capabilities, durability=durability, read_only=read_only)
         except BaseException:
             await self.close()
             raise
 
-    async def _check(self, wire: Wire, _: bool) -> bool:
+    async def _check(self, wire: Wire, _: bool) -> tuple[bool, bool]:
         await schema.refuse_unfinished(wire)
-        return bool((await wire.rows("durability"))[0][0])
+        ((durable, read_only),) = await wire.rows("durability")
+        return bool(durable), bool(read_only)
+
+    async def _refuse_replica(self) -> None:
+        """Refuse to write at once where the server took no writes when the store was opened, and still takes none.
+
+        One that stops taking writes later is about to be replaced: then the usual patience is right.
+        """
+        if self.capabilities.read_only:
+            _, read_only = await self._links["claim"].run(self._check)
+            self.capabilities = replace(self.capabilities, read_only=read_only)
+            if read_only:
+                raise ConfigurationError(READ_ONLY)
 
     async def close(self) -> None:
         # What the parent of a forked process has opened is the parent's to close.
@@ -202,6 +215,7 @@ class PostgresStore:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         self._use("put")
+        await self._refuse_replica()
         stored: Stored | None = None
         if len(envelopes) == 1 and options == KEEP:
             stored = await self._put_shared(envelopes)
@@ -358,6 +372,7 @@ class PostgresStore:
                 transaction.over = True
             return
         self._use("settle")
+        await self._refuse_replica()
         wire = await self._pool.begin(BEGIN)
         try:
             own = OwnTransaction(self._session(wire), wire, self._was_committed)

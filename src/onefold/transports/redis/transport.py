@@ -104,7 +104,7 @@ class RedisTransport:
         self._group = None if group is None else limits.check_name("group", group)
         self._prefix = prefix
         self._max_entries = max_entries
-        limits.check_range("wait", seconds(wait), 0.001, WAIT_SECONDS_MAX)
+        limits.check_range("wait", seconds(wait, "wait"), 0.001, WAIT_SECONDS_MAX)
         self._wait = round(seconds(wait) * 1000)
         self._link = Link(
             url, clock=clock or SystemClock(), chance=chance, allow_volatile=allow_volatile, said=durability
