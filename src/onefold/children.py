@@ -61,17 +61,17 @@ class Children:
             await self._look_for(foreign)
             foreign = self._foreign(children)
         ends = [self._end(one) for one in children]
-        missing = sum(end is None for end in ends)
+        missing = [one for one, end in zip(children, ends, strict=True) if end is None]
         if missing:
-            times = [self._next_look(foreign), *(self._deadline(one) for one in children)]
+            times = [self._next_look(foreign), *(self._deadline(one) for one in missing)]
             until = min((time for time in times if time is not None), default=None)
-            await self._stretch.wait(Wait(until, awaits=missing - len(foreign)))
+            await self._stretch.wait(Wait(until, awaits=len(missing) - len(foreign)))
         return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
 
     def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
-        """Return those that somebody else had sent before, with their ids, unless they are known to have ended."""
+        """Return those still waited for that somebody else had sent before, with their ids: they do not report."""
         sent = ((self._sent(one), one) for one in children)
-        return [(was.id, one) for was, one in sent if was and was.foreign and self._journal.ended(one.name) is None]
+        return [(was.id, one) for was, one in sent if was and was.foreign and self._end(one) is None]
 
     def _next_look(self, foreign: Sequence[tuple[str, Child[Any]]]) -> int | None:
         """Return when to look again for those that do not report: the longer it takes, the less often."""
@@ -87,7 +87,7 @@ class Children:
 
     def _deadline(self, child: Child[Any]) -> int | None:
         """Return until when to wait for a child that has not ended: counted from its being sent."""
-        if child.timeout is None or self._end(child) is not None:
+        if child.timeout is None:
             return None
         sent = self._journal.find(child.name, StepKind.SENT)
         return (self._stretch.now if sent is None else sent.at) + round(child.timeout * MICROSECONDS)
@@ -115,15 +115,14 @@ class Children:
 
     async def _start_keyed(self, keyed: Sequence[tuple[Child[Any], Envelope]]) -> None:
         stretch, lines = self._stretch, list[Step]()
-        async with stretch.leaving() as (pending, sends, notes):
-            async with stretch.tools.store.transaction() as transaction:
-                stored = await transaction.put([envelope for _, envelope in keyed])
-                for (child, envelope), one in zip(keyed, stored, strict=True):
-                    if one.clash:
-                        raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
-                    lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
-                recorded = await transaction.record(stretch.lease, [*pending, *lines])
-                await leave(transaction, sends, notes)
+        async with stretch.leaving() as (pending, sends, notes), stretch.tools.store.transaction() as transaction:
+            stored = await transaction.put([envelope for _, envelope in keyed])
+            for (child, envelope), one in zip(keyed, stored, strict=True):
+                if one.clash:
+                    raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
+                lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
+            recorded = await transaction.record(stretch.lease, [*pending, *lines])
+            await leave(transaction, sends, notes)
         self._journal.add(recorded)
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:

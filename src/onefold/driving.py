@@ -27,6 +27,7 @@ from onefold.status import cause_of
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, Outcome
 from onefold.stretch import Stretch, until_a_person_acts
+from onefold.threads import BusyError
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
 
@@ -60,7 +61,7 @@ async def _forward(saga: Saga[Any, Any], run: SagaRun, stretch: Stretch) -> Outc
     lease, tools = stretch.lease, stretch.tools
     try:
         outcome: Outcome = await _follow(saga, run, stretch)
-    except (LeaseLostError, StoreUnavailableError):
+    except (LeaseLostError, StoreUnavailableError, BusyError):
         raise
     except ConfigurationError as error:
         outcome = Dead(failure_of(error, "configuration"))

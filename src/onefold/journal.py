@@ -8,6 +8,7 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -217,11 +218,27 @@ class Journal:
         if step.kind is StepKind.CHILD:
             self._ends.setdefault(asked_name(step.name), []).append(decode_ended(step.value))
 
-    def went_on(self, line: Step) -> bool:
-        """Whether the run did more after this line: it was through with it then, even if a clock was set back since."""
-        if not (unasked := self._unasked.get(branch_of(line.name))):
-            return False
-        return max(unasked.values()) > line.seq
+    def went_on(self, line: Step, here: str) -> bool:
+        """Whether the run did more after this line, for which the code in the branch ``here`` waits.
+
+        It was through with it then, even if a clock was set back since.
+        """
+        return any(
+            max(unasked.values()) > line.seq
+            for branch, unasked in self._unasked.items()
+            if unasked and self._comes_after(branch, here)
+        )
+
+    def _comes_after(self, other: str, here: str) -> bool:
+        """Whether the code asks for what lies in one branch only when it is through with what it awaits in another.
+
+        That is so for the branch itself, for those around it, and for those of any gather that has not begun yet.
+        """
+        if here.startswith(other):
+            return True
+        around = f"{shared}/" if (shared := posixpath.commonpath([other, here])) else ""
+        number = other[len(around) :].partition("#")[2].partition(".")[0]
+        return number.isdigit() and int(number) > self._ordinals.get(f"{around}gather", 0)
 
     @property
     def has_pending(self) -> bool:

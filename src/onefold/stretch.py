@@ -35,6 +35,7 @@ from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
 from onefold.store import Dead, Failure, Lease, Parked, Transaction
 from onefold.task import Call
+from onefold.threads import BusyError
 from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")
@@ -42,7 +43,7 @@ logger = logging.getLogger("onefold")
 R = TypeVar("R")
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
-_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
+_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError, BusyError)
 
 #: Where the code is: the names of its steps begin with it.
 branch: ContextVar[str] = ContextVar("onefold_branch", default="")
@@ -222,7 +223,9 @@ class Stretch:
                 if isinstance(awaitable, Coroutine):
                     awaitable.close()  # one that never began is nothing to warn of
             raise
-        if any(isinstance(task.exception(), Parking) for task in tasks):
+        # Each task is asked, or asyncio complains of those that were not.
+        raised = [task.exception() for task in tasks]
+        if any(isinstance(error, Parking) for error in raised):
             raise Parking
         return [task.result() for task in tasks]
 
@@ -271,7 +274,7 @@ class Stretch:
                 over.set_result(None)
 
     async def secure(self) -> None:
-        """Write down what the run has decided, before anything acts on it; costs nothing when it has decided nothing."""
+        """Write down what the run has decided, before anything acts on it; nothing is written if it has not."""
         while self._leaving:
             await asyncio.wait(self._leaving)
         if self.journal.has_pending:
@@ -347,7 +350,7 @@ class Stretch:
             bearer=hold,
             origin=tools.origin,
         )
-        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
+        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs, tools.threads)
         for middleware in reversed(tools.middleware):
             call = partial(middleware, context, call)
         token = current.set(context)
