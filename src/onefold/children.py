@@ -53,8 +53,11 @@ class Children:
         self._stretch = stretch
         self._journal = stretch.journal
 
-    async def results(self, children: Sequence[Child[Any]]) -> list[Any]:
-        """Return what each child returned, or the exception it ended with; wait until all have ended."""
+    async def results(self, children: Sequence[Child[Any]], place: str | None = None) -> list[Any]:
+        """Return what each child returned, or the exception it ended with; wait until all have ended.
+
+        ``place`` is the branch in which the code is told of failures, if not the present one.
+        """
         if unsent := [one for one in children if self._sent(one) is None]:
             await self._start(unsent)
         if foreign := self._foreign(children):
@@ -66,7 +69,7 @@ class Children:
             times = [self._next_look(foreign), *(self._deadline(one) for one in missing)]
             until = min((time for time in times if time is not None), default=None)
             await self._stretch.wait(Wait(until, awaits=len(missing) - len(foreign)))
-        return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
+        return [self._outcome(one, end, place) for one, end in zip(children, ends, strict=True) if end is not None]
 
     def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
         """Return those still waited for that somebody else had sent before, with their ids: they do not report."""
@@ -154,18 +157,22 @@ class Children:
         failure = Failure(reason="timed out", error_type="HandlerTimeoutError", error_message=text)
         return Ended(decode_sent(sent.value).id, State.SCHEDULED, failure=failure)
 
-    def _outcome(self, child: Child[Any], end: Ended) -> Any:
+    def _outcome(self, child: Child[Any], end: Ended, place: str | None) -> Any:
         if end.state is State.DONE:
             return child.call.task.signature.decode_result(bytes(end.result))
         if self._journal.find(child.name, StepKind.FAILED) is None:
             # What the code makes of a failure stays true, even if the child is redriven and succeeds later.
-            line = Step(child.name, StepKind.FAILED, encode(end), child.call.fingerprint)
-            self._journal.pending.append(line)
-        if end.failure is not None and not end.state.ended:
-            return Raised(step_error(child.name, end.failure))
-        if end.state is State.DEAD and end.failure is not None:
-            return Raised(dead_error(end.id, end.failure))
-        return Raised(CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result"))
+            line = self._journal.verdict_line(child.name)
+            self._journal.pending.append(Step(line, StepKind.FAILED, encode(end), child.call.fingerprint))
+        return Raised(self._stretch.failing(child.name, _error(child, end), place))
+
+
+def _error(child: Child[Any], end: Ended) -> Exception:
+    if end.failure is not None and not end.state.ended:
+        return step_error(child.name, end.failure)
+    if end.state is State.DEAD and end.failure is not None:
+        return dead_error(end.id, end.failure)
+    return CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result")
 
 
 def _sent_lines(child: Child[Any], sent: Sent) -> list[Step]:

@@ -26,8 +26,10 @@ logger = logging.getLogger("onefold")
 
 #: Kinds that stand for what the code asked for, under the name it asked with.
 _ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
+#: Those of them that may be given a second time, after a redrive: how a step or child failed, what a wait was given.
+_VERDICTS = (StepKind.FAILED, StepKind.TAKEN)
 #: Those of them that say nothing more.
-_PLAIN = frozenset(_ASKED) - {StepKind.TAKEN}
+_PLAIN = frozenset(_ASKED) - set(_VERDICTS)
 _STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 
 encode = msgspec.json.Encoder().encode
@@ -84,12 +86,14 @@ class Journal:
         "_run_id",
         "_taken",
         "_unasked",
+        "_verdicts",
         "asked",
         "notes",
         "pending",
         "restarts",
         "rounds",
         "sends",
+        "struck",
     )
 
     def __init__(self, run_id: str, steps: Iterable[Step] = (), *, replay_count: int = 0) -> None:
@@ -103,6 +107,10 @@ class Journal:
         self._ends: dict[str, list[Ended]] = {}
         self._taken: set[str] = set()
         self._ordinals: dict[str, int] = {}
+        #: In which replay the verdict on a name was given.
+        self._verdicts: dict[str, int] = {}
+        #: Names of which the code was told a failure from before a redrive, and where, until it has dealt with that.
+        self.struck: dict[str, str] = {}
         #: What the code asked for last, by branch.
         self._last: dict[str, str] = {}
         #: How many steps the code has asked for.
@@ -139,6 +147,10 @@ class Journal:
             self.rounds += step.value == UNDONE
         elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
+        elif step.kind is StepKind.RETRY and (reopened := _reopened(step)) is not None:
+            self._verdicts.pop(reopened, None)
+            for kind in _VERDICTS:
+                self._lines.pop((reopened, kind), None)
         return _asked_for(step)
 
     # names
@@ -160,8 +172,16 @@ class Journal:
             self._limit_steps()
         if unasked := self._unasked.get(branch):
             unasked.pop(name, None)
+        if self.struck:
+            self._deal(branch)
         self._last[branch] = name
         return name
+
+    def _deal(self, branch: str) -> None:
+        """The code goes on in this branch: it has dealt with the failures that it was told there or below."""
+        for name, place in list(self.struck.items()):
+            if place.startswith(branch) or branch.startswith(place):
+                del self.struck[name]
 
     def _limit_steps(self) -> None:
         """Warn of a run that has almost as many steps as it may, and end one that has more."""
@@ -214,7 +234,12 @@ class Journal:
             self._keep(step)
 
     def _keep(self, step: Step) -> None:
-        self._lines[step.name, step.kind] = step
+        if step.kind in _VERDICTS:
+            name, replay = _verdict_on(step)
+            self._lines[name, step.kind] = step
+            self._verdicts[name] = replay
+        else:
+            self._lines[step.name, step.kind] = step
         if step.kind is StepKind.CHILD:
             self._ends.setdefault(asked_name(step.name), []).append(decode_ended(step.value))
 
@@ -267,6 +292,22 @@ class Journal:
         """Name the line of a failed try; a redrive begins anew."""
         return f"{name}!{self._replay_count}.{number}"
 
+    def verdict_line(self, name: str) -> str:
+        """Name the line of a verdict; a redrive may bring another one."""
+        return f"{name}!{self._replay_count}" if self._replay_count else name
+
+    def is_old(self, name: str) -> bool:
+        """Whether the verdict on this is from before a redrive."""
+        return self._verdicts.get(name, self._replay_count) < self._replay_count
+
+    def reopen(self, names: Iterable[str]) -> list[Step]:
+        """Return the lines by which old failures are forgotten, so that the redriven run tries again."""
+        failed = ((name, self._lines.get((name, StepKind.FAILED))) for name in names)
+        return [
+            Step(f"{name}!{self._verdicts[name]}", StepKind.RETRY, encode(Retried(_failure_in(line), 0.0, False)))
+            for name, line in failed
+        ]
+
     def sent(self, name: str, fingerprint: bytes) -> Sent | None:
         """Return the message that was sent under this name."""
         step = self.find(name, StepKind.SENT, fingerprint)
@@ -296,7 +337,7 @@ class Journal:
             elif step.name not in self._taken:
                 self.pause(branch_of(name), name)
                 self._taken.add(step.name)
-                self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
+                self.pending.append(Step(self.verdict_line(name), StepKind.TAKEN, encode(step.name)))
                 return step
         return None
 
@@ -347,8 +388,48 @@ def branch_of(name: str) -> str:
     return name[: name.rfind("/") + 1]
 
 
+def standing(steps: Iterable[Step]) -> list[Step]:
+    """Return the lines of a journal that count, under the names that the code asks with.
+
+    A failure after which a redriven run tried again does not count any more.
+    """
+    found: dict[tuple[str, StepKind], Step] = {}
+    for step in steps:
+        if step.kind in _VERDICTS:
+            step = msgspec.structs.replace(step, name=_verdict_on(step)[0])
+        elif step.kind is StepKind.RETRY and (reopened := _reopened(step)) is not None:
+            for kind in _VERDICTS:
+                found.pop((reopened, kind), None)
+        found[step.name, step.kind] = step
+    return list(found.values())
+
+
+def _verdict_on(step: Step) -> tuple[str, int]:
+    """Return what a verdict is about, and in which replay it was given."""
+    name, _, replay = step.name.partition("!")
+    return name, int(replay or 0)
+
+
+def _reopened(step: Step) -> str | None:
+    """Return whose failure is forgotten by this line, if one is; the other lines of its kind have a dot."""
+    name, _, replay = step.name.rpartition("!")
+    return name if replay.isdigit() else None
+
+
+def _failure_in(line: Step | None) -> Failure | None:
+    """Return why a step or a child failed, from the line that says so; a signal that did not come has none."""
+    if line is None:
+        return None
+    try:
+        return decode_failure(line.value)
+    except msgspec.ValidationError:
+        return decode_ended(line.value).failure
+
+
 def _asked_for(step: Step) -> str | None:
     """Return the name of the step for which the code has written this line, if the line tells."""
+    if step.kind in _VERDICTS:
+        return _verdict_on(step)[0]
     if step.kind in _ASKED or step.kind is StepKind.BEGUN:
         return step.name
     if step.kind is StepKind.RETRY:

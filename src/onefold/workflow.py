@@ -206,15 +206,15 @@ class Run:
             return codec.decode(step.value)
         late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
         if taken is not None:
-            raise late
+            raise stretch.failing(name, late)
         if timer is None:
             # Without a limit too: so that people see what it waits for, and a change of the code is noticed.
             journal.pending.append(Step(name, StepKind.TIMER, encode(length)))
             await stretch.wait_for(length, awaits=1)
         else:
             await stretch.wait_until(due_at(timer), awaits=1)
-        journal.pending.append(Step(name, StepKind.TAKEN, encode(None)))
-        raise late
+        journal.pending.append(Step(journal.verdict_line(name), StepKind.TAKEN, encode(None)))
+        raise stretch.failing(name, late)
 
     # others
 
@@ -312,10 +312,10 @@ class Run:
         children = [one for one in awaitables if isinstance(one, Child)]
         jobs = [(f"{name}{n}/", one) for n, one in enumerate(awaitables) if not isinstance(one, Child)]
         if jobs:
-            group = [(branch.get(), self._children.results(children))] if children else []
+            group = [(branch.get(), self._children.results(children, name))] if children else []
             answers = await self._stretch.branches([*jobs, *group])
         else:
-            answers = [await self._children.results(children)]
+            answers = [await self._children.results(children, name)]
         ended = answers.pop() if children else []
         if isinstance(ended, Raised):
             raise ended.error
