@@ -15,6 +15,7 @@ from onefold.errors import (
     ReplayError,
     SignalTimeoutError,
     StepError,
+    StepLimitError,
     StoreUnavailableError,
     UncertainError,
 )
@@ -46,7 +47,7 @@ async def drive(workflow: Workflow[Any, Any], hold: Hold, tools: Tools, refusal:
         return await compensate(workflow, hold, tools, lines, cause, refusal)
     if refusal is not None:
         return undoing(lease, refusal)
-    stretch = Stretch(lease, Journal(lease.id, lines, replay_count=lease.replay_count), tools, hold)
+    stretch = Stretch(lease, Journal(lease.id, lines, replay_count=lease.replay_count), tools, hold, workflow.max_steps)
     if isinstance(workflow, Saga):
         return await _forward(workflow, stretch)
     outcome = await _follow(workflow, stretch)
@@ -110,7 +111,7 @@ def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseExceptio
         return stretch.parked()
     if isinstance(error, LeaseLostError) or stopped_from_outside(error):
         raise error
-    if isinstance(error, ReplayError | UncertainError):
+    if isinstance(error, ReplayError | UncertainError | StepLimitError):
         return until_a_person_acts(stretch.lease, error)
     for kind, reason in _FOR_GOOD.items():
         if isinstance(error, kind):

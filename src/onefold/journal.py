@@ -7,7 +7,6 @@ Asked for something that the journal does not have although it goes on with some
 
 from __future__ import annotations
 
-import logging
 import posixpath
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -22,15 +21,12 @@ from onefold.errors import LimitError, ReplayError
 from onefold.step import UNDONE, Note, Step, StepKind, asked_name
 from onefold.store import Ended, Failure, Lease, Store
 
-logger = logging.getLogger("onefold")
-
 #: Kinds that stand for what the code asked for, under the name it asked with.
 _ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
 #: Those of them that may be given a second time, after a redrive: how a step or child failed, what a wait was given.
 _VERDICTS = (StepKind.FAILED, StepKind.TAKEN)
 #: Those of them that say nothing more.
 _PLAIN = frozenset(_ASKED) - set(_VERDICTS)
-_STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 
 encode = msgspec.json.Encoder().encode
 decode_failure = msgspec.json.Decoder(Failure).decode
@@ -168,8 +164,6 @@ class Journal:
                 "step", f"{name!r} has {len(name)} bytes; at most {limits.STEP_NAME_BYTES_MAX} are allowed: nest less"
             )
         self.asked += 1
-        if self.asked >= _STEPS_WARNED:
-            self._limit_steps()
         if unasked := self._unasked.get(branch):
             unasked.pop(name, None)
         if self.struck:
@@ -182,13 +176,6 @@ class Journal:
         for name, place in list(self.struck.items()):
             if place.startswith(branch) or branch.startswith(place):
                 del self.struck[name]
-
-    def _limit_steps(self) -> None:
-        """Warn of a run that has almost as many steps as it may, and end one that has more."""
-        if self.asked > limits.STEPS_MAX:
-            raise LimitError("steps", f"more than {limits.STEPS_MAX} in one run; give parts of the work to children")
-        if self.asked == _STEPS_WARNED:
-            logger.warning("many_steps run_id=%s steps=%d most=%d", self._run_id, self.asked, limits.STEPS_MAX)
 
     def ask(self, name: str) -> None:
         """Take down that the code asks for a step."""
@@ -312,6 +299,10 @@ class Journal:
         """Return the message that was sent under this name."""
         step = self.find(name, StepKind.SENT, fingerprint)
         return None if step is None else decode_sent(step.value)
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a line for what the code asks for under this name."""
+        return any((name, kind) in self._lines for kind in _ASKED)
 
     def ends(self, name: str) -> list[Ended]:
         """Return the ends of the child that was sent under this name, which may have been redriven, oldest first."""

@@ -24,7 +24,16 @@ from onefold.codec import fingerprint_of_call
 from onefold.context import Context, StepScope
 from onefold.effects import Ledger
 from onefold.envelope import Envelope
-from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.errors import (
+    HandlerError,
+    KeyReuseError,
+    LeaseLostError,
+    ReplayError,
+    StepError,
+    StepLimitError,
+    StoreUnavailableError,
+    UncertainError,
+)
 from onefold.handling import end_strays, refuse_strays
 from onefold.holding import Hold, deadline_of, stopped_from_outside
 from onefold.inside import current
@@ -44,7 +53,7 @@ R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
-_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError, BusyError)
+_FATAL = (ReplayError, UncertainError, StepLimitError, LeaseLostError, StoreUnavailableError, BusyError)
 
 #: Where the code is: the names of its steps begin with it.
 branch: ContextVar[str] = ContextVar("onefold_branch", default="")
@@ -76,13 +85,22 @@ class Stretch:
         "_waits",
         "journal",
         "lease",
+        "max_steps",
         "over",
         "parking",
         "tools",
     )
 
-    def __init__(self, lease: Lease, journal: Journal, tools: Tools, hold: Hold | None = None) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        journal: Journal,
+        tools: Tools,
+        hold: Hold | None = None,
+        max_steps: int = limits.STEPS_MAX,
+    ) -> None:
         self.lease = lease
+        self.max_steps = max_steps
         self.journal = journal
         self.tools = tools
         self._hold = hold
@@ -113,6 +131,25 @@ class Stretch:
     def now(self) -> int:
         """The time by the store's clock."""
         return self.lease.claimed_at + self.tools.clock.steady() - self._began
+
+    # names
+
+    def name(self, what: str) -> str:
+        """Name the next step of this kind that the code asks for; one too many ends the stretch."""
+        self.refuse()
+        name = self.journal.name(branch.get(), what)
+        if self.journal.asked >= min(limits.STEPS_WARNED, self.max_steps) and self._hold is not None:
+            self._limit(name)
+        return name
+
+    def _limit(self, name: str) -> None:
+        """Warn of a run that has many steps, once, and end the stretch of one that has too many."""
+        asked = self.journal.asked
+        if asked > self.max_steps:
+            self.over = StepLimitError(self.lease.id, self.max_steps)
+            raise self.over
+        if asked == limits.STEPS_WARNED and not self.journal.knows(name):
+            logger.warning("many_steps run_id=%s steps=%d most=%d", self.lease.id, asked, self.max_steps)
 
     # failures
 
@@ -499,8 +536,15 @@ def _answering(journal: Journal, name: str) -> Callable[[], Awaitable[list[Step]
     return load
 
 
-def until_a_person_acts(lease: Lease, error: ReplayError | UncertainError) -> Parked:
-    """Return the outcome of a message that cannot go on before somebody has looked at it."""
+#: Errors after which only a person can help, and what is shown as the reason.
+FOR_A_PERSON: dict[type[HandlerError], str] = {
+    ReplayError: "replay",
+    UncertainError: "uncertain",
+    StepLimitError: "too many steps",
+}
+
+
+def until_a_person_acts(lease: Lease, error: HandlerError) -> Parked:
+    """Return the outcome of a message that cannot go on before a person has looked at it."""
     logger.warning("parked_for_a_person message_id=%s error=%s", lease.id, error)
-    reason = "replay" if isinstance(error, ReplayError) else "uncertain"
-    return Parked(None, lease.wake, awaits=0, failure=failure_of(error, reason))
+    return Parked(None, lease.wake, awaits=0, failure=failure_of(error, FOR_A_PERSON[type(error)]))

@@ -31,12 +31,13 @@ from onefold.errors import (
 )
 from onefold.inside import current
 from onefold.journal import Sent, due_at, encode, signal_note
+from onefold.options import TaskSettings
 from onefold.receipt import Receipt
 from onefold.step import Step, StepKind
 from onefold.stepping import CallOptions, StepFunction, StepSettings, check_command, settings_of
 from onefold.store import State, Stored
 from onefold.stretch import Raised, Stretch, Wait, branch
-from onefold.task import BoundTask, Call, Task, takes_first
+from onefold.task import BoundTask, Call, Sender, Task, takes_first
 from onefold.topic import Publishable
 
 P = ParamSpec("P")
@@ -51,6 +52,12 @@ class Workflow(Task[P, R]):
     """A function that can be sent, and whose runs are journaled; ``await workflow.send(…)`` starts one."""
 
     pinned = True
+
+    def __init__(self, sender: Sender, function: Callable[..., Any], settings: TaskSettings) -> None:
+        super().__init__(sender, function, settings)
+        #: How many steps a run may have before it is parked for a person.
+        self.max_steps = limits.STEPS_MAX if settings.max_steps is None else settings.max_steps
+        limits.check_range("max_steps", self.max_steps, 1, limits.STEPS_RAISED_MAX)
 
     def _is_handed_something(self, function: Callable[..., Any]) -> bool:
         if not takes_first(function, "Run", "run"):
@@ -140,8 +147,7 @@ class Run:
     def _name(self, what: str) -> str:
         if current.get() is not self:
             raise HandlerError("a step cannot use its run: what it would record lies inside of what it records itself")
-        self._stretch.refuse()
-        return self._journal.name(branch.get(), what)
+        return self._stretch.name(what)
 
     # waiting
 

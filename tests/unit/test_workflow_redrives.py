@@ -146,8 +146,8 @@ def test_what_the_code_did_because_of_a_failure_stays(bench: Bench) -> None:
 
     @bench.app.workflow(retry=ONE)
     async def flow(run: Run) -> list[str]:
-        paid, _ = await run.gather(bank(run), run.step(shop.note))
-        return [paid, await run.options(retry=ONE).step(shop.pack)]
+        both = await run.gather(bank(run), run.step(shop.note))
+        return [both[0], await run.options(retry=ONE).step(shop.pack)]
 
     async def scenario() -> None:
         receipt = await flow.send()
