@@ -28,6 +28,7 @@
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
     │   ├── HandlerTimeoutError      the handler's time is up
     │   ├── UncertainError           nobody knows whether an effect happened; a person must say
+    │   ├── StepLimitError           a run has more steps than it may; parked until a person allows more
     │   └── ReplayError              a workflow's code and its journal differ
     ├── SequenceGapError             an earlier number of its ordering key is missing
     ├── StepError                    a step of a workflow failed for good; carries the failure
@@ -193,6 +194,18 @@ class UncertainError(HandlerError):
         super().__init__(f"message {message_id}: whether {name!r} happened is unknown, {why}; see app.resolve()")
         self.message_id = message_id
         self.name = name
+
+
+class StepLimitError(HandlerError):
+    """A run asks for more steps than its workflow may have; it is parked, and nothing of it is lost."""
+
+    def __init__(self, run_id: str, most: int) -> None:
+        super().__init__(
+            f"run {run_id}: steps: it asks for more than {most}; give parts of the work to children, or declare the "
+            "workflow with a larger max_steps= and resume the run"
+        )
+        self.run_id = run_id
+        self.most = most
 
 
 class ReplayError(HandlerError):

@@ -39,10 +39,13 @@ SEND_MANY_MAX = 100_000
 STEP_BYTES_INLINE = 1_048_576
 #: A journal is read whole whenever its run goes on; larger data belongs elsewhere, with a reference in the journal.
 STEP_BYTES_MAX = 67_108_864
-#: Steps of one run; work that needs more is divided among children.
-STEPS_MAX = 1_024
-#: A run that has used this part of its steps says so in the log.
-STEPS_WARNING = 0.9
+#: A run with more steps than this says so in the log, once: its journal is read whole whenever it goes on.
+STEPS_WARNED = 1_024
+#: Steps of one run before it is parked for a person, unless its workflow says otherwise: a loop that does not end would
+#: go on for ever, and reading so long a journal takes about a tenth of a second.
+STEPS_MAX = 10_000
+#: More than this no workflow may ask for: so long a journal is tens of megabytes in memory; divide the work.
+STEPS_RAISED_MAX = 100_000
 #: A step's whole name, with the branches it lies in, is part of the causation of what it sends.
 STEP_NAME_BYTES_MAX = 160
 #: Signals waiting for one run: they are read whenever it goes on, so a mailbox is not a queue.

@@ -50,6 +50,8 @@ class TaskSettings(GateSettings):
     isolate: bool = False
     #: Give each run up to so many messages; True for the default number.
     batch: int = 0
+    #: How many steps a run of a workflow may have before it is parked for a person.
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
         known = get_args(Effect)

@@ -51,6 +51,7 @@ class WorkflowOptions(GateOptions, total=False):
     timeout: timedelta | float | None
     expires: timedelta | float | None
     key_window: timedelta | float
+    max_steps: int | None
 
 
 class WorkflowVerbs:
@@ -83,7 +84,8 @@ class WorkflowVerbs:
         A run is bound to the ``version`` it was started with.  Raise it when a change of the code would do other
         things than the journals of open runs say, and declare the old version beside the new one, under the same
         ``name``, until its last run is through; a worker takes only the versions it has.
-        ``timeout`` limits each stretch of work between two waits, ``expires`` the time until the first wait.
+        ``timeout`` limits each stretch of work between two waits, ``expires`` the time until the first wait, and
+        ``max_steps`` how much a run may do before it is parked for a person.
         """
         declared = DeclareWorkflow(self, task_settings(settings))
         return declared(*function) if function else declared

@@ -51,7 +51,7 @@ class SagaStep:
 
     name: str
     status: StepStatus
-    #: How often it was tried, as far as the journal knows: a retry within a second leaves no line.
+    #: How often it was tried.
     attempts: int
     started_at: datetime
     completed_at: datetime | None

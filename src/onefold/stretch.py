@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,16 @@ from onefold.codec import fingerprint_of_call
 from onefold.context import Context, StepScope
 from onefold.effects import Ledger
 from onefold.envelope import Envelope
-from onefold.errors import KeyReuseError, LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.errors import (
+    HandlerError,
+    KeyReuseError,
+    LeaseLostError,
+    ReplayError,
+    StepError,
+    StepLimitError,
+    StoreUnavailableError,
+    UncertainError,
+)
 from onefold.handling import end_strays, refuse_strays
 from onefold.holding import Hold, deadline_of, stopped_from_outside
 from onefold.inside import current
@@ -34,14 +44,16 @@ from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
 from onefold.store import Dead, Failure, Lease, Parked, Transaction
 from onefold.task import Call
+from onefold.threads import BusyError
 from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")
 
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
-_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
+_FATAL = (ReplayError, UncertainError, StepLimitError, LeaseLostError, StoreUnavailableError, BusyError)
 
 #: Where the code is: the names of its steps begin with it.
 branch: ContextVar[str] = ContextVar("onefold_branch", default="")
@@ -63,15 +75,45 @@ class Wait:
 class Stretch:
     """One claim of a run; one that nobody holds is a rehearsal, and stops before what the journal does not have."""
 
-    __slots__ = ("_began", "_hold", "_parked", "_running", "_waits", "journal", "lease", "over", "parking", "tools")
+    __slots__ = (
+        "_began",
+        "_fresh",
+        "_hold",
+        "_leaving",
+        "_parked",
+        "_running",
+        "_waits",
+        "journal",
+        "lease",
+        "max_steps",
+        "over",
+        "parking",
+        "tools",
+    )
 
-    def __init__(self, lease: Lease, journal: Journal, tools: Tools, hold: Hold | None = None) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        journal: Journal,
+        tools: Tools,
+        hold: Hold | None = None,
+        max_steps: int = limits.STEPS_MAX,
+    ) -> None:
         self.lease = lease
+        self.max_steps = max_steps
         self.journal = journal
         self.tools = tools
         self._hold = hold
         self._began = tools.clock.steady()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set out from the beginning of the code."""
+        #: What the code was told that failed in this replay of the run.
+        self._fresh: list[BaseException] = []
         self._waits: list[Wait] = []
+        #: Commits under way that carry decisions of the run; a branch may act on one that another branch is writing.
+        self._leaving: set[asyncio.Future[None]] = set()
         #: Branches that neither wait nor have ended.
         self._running = 1
         #: Whether everything has come to wait, and for branches that wait while others run, the moment it does.
@@ -89,6 +131,53 @@ class Stretch:
     def now(self) -> int:
         """The time by the store's clock."""
         return self.lease.claimed_at + self.tools.clock.steady() - self._began
+
+    # names
+
+    def name(self, what: str) -> str:
+        """Name the next step of this kind that the code asks for; one too many ends the stretch."""
+        self.refuse()
+        name = self.journal.name(branch.get(), what)
+        if self.journal.asked >= min(limits.STEPS_WARNED, self.max_steps) and self._hold is not None:
+            self._limit(name)
+        return name
+
+    def _limit(self, name: str) -> None:
+        """Warn of a run that has many steps, once, and end the stretch of one that has too many."""
+        asked = self.journal.asked
+        if asked > self.max_steps:
+            self.over = StepLimitError(self.lease.id, self.max_steps)
+            raise self.over
+        if asked == limits.STEPS_WARNED and not self.journal.knows(name):
+            logger.warning("many_steps run_id=%s steps=%d most=%d", self.lease.id, asked, self.max_steps)
+
+    # failures
+
+    def failing(self, name: str, error: E, place: str | None = None) -> E:
+        """Take down what the code is told, and where if not in this branch: a failure from now or before a redrive."""
+        if self.journal.is_old(name):
+            self.journal.struck[name] = branch.get() if place is None else place
+        else:
+            self._fresh.append(error)
+        return error
+
+    async def reopen(self, error: BaseException) -> bool:
+        """Set out anew if the code fails because of failures from before a redrive, and forget those.
+
+        Those stay with which the code has dealt: it asked for something after it was told of them.
+        """
+        names = list(self.journal.struck)
+        if not names or self.over is not None or self.parking or not isinstance(error, Exception):
+            return False
+        if any(one is fresh for one in _chain(error) for fresh in self._fresh):
+            return False
+        lease, store = self.lease, self.tools.store
+        # What is pending was decided on the way to this end, and is decided anew on the way to another.
+        await store.record(lease, self.journal.reopen(names))
+        self.journal = Journal(lease.id, await store.steps(lease.id), replay_count=lease.replay_count)
+        self._begin()
+        logger.info("failures_reopened run_id=%s steps=%s", lease.id, ",".join(names))
+        return True
 
     # waiting
 
@@ -207,7 +296,9 @@ class Stretch:
                 if isinstance(awaitable, Coroutine):
                     awaitable.close()  # one that never began is nothing to warn of
             raise
-        if any(isinstance(task.exception(), Parking) for task in tasks):
+        # Each task is asked, or asyncio complains of those that were not.
+        raised = [task.exception() for task in tasks]
+        if any(isinstance(error, Parking) for error in raised):
             raise Parking
         return [task.result() for task in tasks]
 
@@ -226,7 +317,7 @@ class Stretch:
         self.refuse()
         if self._hold is None:
             raise self._stop()
-        with self.journal.leaving() as (pending, sends, notes), self.fatal:
+        async with self.leaving() as (pending, sends, notes):
             lines = [*pending, *steps]
             if context is None:
                 recorded = await self._commit(lines, sends, notes, None)
@@ -234,6 +325,33 @@ class Stretch:
                 recorded = await self._commit(lines, (*sends, *context.sends), (*notes, *context.notes), context)
         self.journal.add(recorded)
         return recorded[len(pending) :]
+
+    @asynccontextmanager
+    async def leaving(self) -> AsyncIterator[tuple[list[Step], list[Envelope], list[Note]]]:
+        """Hand over everything that waits for the next record, and take it back should that fail.
+
+        What other branches are writing is waited for first: what is recorded now may follow from it.
+        """
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+        with self.journal.leaving() as left, self.fatal:
+            if not any(left):
+                yield left
+                return
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._leaving.add(over)
+            try:
+                yield left
+            finally:
+                self._leaving.discard(over)
+                over.set_result(None)
+
+    async def secure(self) -> None:
+        """Write down what the run has decided, before anything acts on it; nothing is written if it has not."""
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+        if self.journal.has_pending:
+            await self.record([])
 
     async def _commit(
         self, lines: Sequence[Step], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
@@ -261,7 +379,7 @@ class Stretch:
         if (known := self.find(name, StepKind.RESULT, fingerprint)) is not None:
             return function.codec.decode(known.value)
         if (failed := self.find(name, StepKind.FAILED, fingerprint)) is not None:
-            raise step_error(name, decode_failure(failed.value))
+            raise self.failing(name, step_error(name, decode_failure(failed.value)))
         self.begin(name)
         tries = self.journal.tries(name)
         attempt = 1
@@ -270,6 +388,8 @@ class Stretch:
             step, retried = tries[-1]
             await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
         while True:
+            # A failure here is the run's own, such as a key that belongs to another payload, and not the step's.
+            await self.secure()
             try:
                 return await self._try(name, attempt, function, args, kwargs, fingerprint)
             except BaseException as error:
@@ -303,7 +423,7 @@ class Stretch:
             bearer=hold,
             origin=tools.origin,
         )
-        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
+        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs, tools.threads)
         for middleware in reversed(tools.middleware):
             call = partial(middleware, context, call)
         token = current.set(context)
@@ -344,15 +464,19 @@ class Stretch:
             type(error).__name__,
         )
         if isinstance(outcome, Dead):
-            self.journal.pending.append(Step(name, StepKind.FAILED, encode(outcome.failure), fingerprint))
-            raise step_error(name, outcome.failure) from error
-        if outcome.delay <= limits.RETRY_IN_PLACE_SECONDS:
+            line = self.journal.verdict_line(name)
+            self.journal.pending.append(Step(line, StepKind.FAILED, encode(outcome.failure), fingerprint))
+            raise self.failing(name, step_error(name, outcome.failure)) from error
+        in_place = outcome.delay <= limits.RETRY_IN_PLACE_SECONDS
+        # One that uses up no attempt and holds the worker may be repeated many times a minute: no line for each.
+        if outcome.counted or not in_place:
+            line = self.journal.try_line(name, len(self.journal.tries(name)))
+            retried = Retried(outcome.failure, outcome.delay, outcome.counted)
+            self.journal.pending.append(Step(line, StepKind.RETRY, encode(retried)))
+        if in_place:
             await self.tools.clock.sleep(outcome.delay)
-            return outcome.counted
-        line = self.journal.try_line(name, len(self.journal.tries(name)))
-        retried = Retried(outcome.failure, outcome.delay, outcome.counted)
-        self.journal.pending.append(Step(line, StepKind.RETRY, encode(retried)))
-        await self.wait_for(outcome.delay, failure=outcome.failure)
+        else:
+            await self.wait_for(outcome.delay, failure=outcome.failure)
         return outcome.counted
 
 
@@ -389,6 +513,17 @@ async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequ
         await transaction.record(note.message_id, [note.step])
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Return an error and those that it was raised from or after."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
 def step_error(name: str, failure: Failure) -> StepError:
     """Return what a step that failed for good raises."""
     return StepError(name, failure.reason, failure.error_type, failure.error_message)
@@ -401,8 +536,15 @@ def _answering(journal: Journal, name: str) -> Callable[[], Awaitable[list[Step]
     return load
 
 
-def until_a_person_acts(lease: Lease, error: ReplayError | UncertainError) -> Parked:
-    """Return the outcome of a message that cannot go on before somebody has looked at it."""
+#: Errors after which only a person can help, and what is shown as the reason.
+FOR_A_PERSON: dict[type[HandlerError], str] = {
+    ReplayError: "replay",
+    UncertainError: "uncertain",
+    StepLimitError: "too many steps",
+}
+
+
+def until_a_person_acts(lease: Lease, error: HandlerError) -> Parked:
+    """Return the outcome of a message that cannot go on before a person has looked at it."""
     logger.warning("parked_for_a_person message_id=%s error=%s", lease.id, error)
-    reason = "replay" if isinstance(error, ReplayError) else "uncertain"
-    return Parked(None, lease.wake, awaits=0, failure=failure_of(error, reason))
+    return Parked(None, lease.wake, awaits=0, failure=failure_of(error, FOR_A_PERSON[type(error)]))

@@ -155,6 +155,8 @@ class Task(Generic[P, R]):
         self.handler = Handler(self.name, function, isolate=settings.isolate, batch=settings.batch)
         if self.pinned and not self.handler.is_async:
             raise ConfigurationError(f"{self.name}: a workflow must be an async function; write `async def`")
+        if settings.max_steps is not None and not self.pinned:
+            raise ConfigurationError(f"{self.name}: max_steps= is for workflows and sagas; a task has no steps")
         self.queue = limits.check_name("queue", settings.queue)
         self.takes_context = self._is_handed_something(function)
         self.signature = self._make_signature(settings.fingerprint)

@@ -80,3 +80,36 @@ def test_a_worker_that_lost_its_run_adds_nothing_to_it(world: World) -> None:
             assert len(await quick.journal(receipt.id)) == 1
 
     asyncio.run(scenario())
+
+
+def test_a_run_does_not_decide_anew_what_one_of_its_steps_acted_on(world: World) -> None:
+    """C12: the worker is paused inside the step, and another one goes on with the run at another time."""
+    slow, quick = world.paused_app(), world.app()
+    started, resume = asyncio.Event(), asyncio.Event()
+    keys: list[str] = []
+
+    async def charge(ctx: Context, key: str) -> str:
+        keys.append(key)
+        if ctx.fence == 2:
+            started.set()
+            await resume.wait()
+        return key
+
+    async def flow(run: Run) -> str:
+        return await run.step(charge, run.now().isoformat())
+
+    sender = slow.workflow(flow)
+    quick.workflow(flow)
+
+    async def scenario() -> None:
+        async with world.running(slow, quick):
+            receipt = await sender.send()
+            paused = asyncio.create_task(slow.work(until_idle=True, lease=30))
+            await started.wait()
+            world.clock.advance(31)
+            assert await quick.work(until_idle=True) == 1
+            resume.set()
+            assert await paused == 0
+            assert keys == [await receipt.result()] * 2
+
+    asyncio.run(scenario())

@@ -71,6 +71,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Snooze",
         "State",
         "StepError",
+        "StepLimitError",
         "StepStatus",
         "StoreConflictError",
         "StoreError",

@@ -162,6 +162,8 @@ class Model:
             m.due_at = self.now + round(outcome.delay * MICROSECONDS)
         counted = isinstance(outcome, Dead) or (isinstance(outcome, Again) and outcome.counted)
         m.attempt = lease.attempt if counted else lease.attempt - 1
+        if isinstance(outcome, Parked) and outcome.failure is None:
+            m.attempt = 0
         if not isinstance(outcome, Done | HandBack) and outcome.failure is not None:
             m.failures += 1
         for child in outcome.sends if isinstance(outcome, Done | Parked) else ():

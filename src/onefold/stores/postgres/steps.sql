@@ -5,7 +5,8 @@
 -- Stands for settle_park and settle_attempt; those whose lease was stale are returned, and with the fence -1 those that
 -- were not parked.  One statement looks how much others have recorded and parks, so that none of it is overlooked: who
 -- records holds the row until it commits, and what this statement waited for it sees.  If enough has come meanwhile,
--- the message is scheduled instead.  It got this far without harm, so earlier crashes are forgiven.
+-- the message is scheduled instead.  It got this far without harm, so earlier crashes are forgiven, and unless it waits
+-- because of a failure its attempts are too.
 WITH clock AS MATERIALIZED (SELECT coalesce(%(now)s::bigint, onefold.clock()) AS now),
 given AS MATERIALIZED (
     SELECT * FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[], %(attempts)s::bigint[], %(delays)s::bigint[],
@@ -15,6 +16,8 @@ given AS MATERIALIZED (
 parked AS (
     UPDATE onefold.delivery
     SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
+        attempt = CASE WHEN (%(failures)s::bytea[])[pg_catalog.array_position(%(ids)s::uuid[], id)] IS NULL THEN 0
+            ELSE attempt END,
         due_at = CASE WHEN wake < (%(targets)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)]
             THEN least((SELECT now FROM clock) + (%(delays)s::bigint[])[pg_catalog.array_position(%(ids)s::uuid[], id)],
                 %(never)s::bigint)

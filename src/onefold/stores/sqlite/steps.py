@@ -37,7 +37,8 @@ class Steps:
 
     def park(self, seq: int, outcome: Parked, now: int) -> None:
         """Park a message that holds its fence."""
-        self._rows("settle_park", lines.awaited(outcome), _due_at(outcome, now), now, seq)
+        failed = outcome.failure is not None
+        self._rows("settle_park", lines.awaited(outcome), _due_at(outcome, now), now, seq, failed)
 
     # recording
 

@@ -2,9 +2,10 @@
 
 -- name: settle_park
 -- One statement looks how much others have recorded and parks, so that none of it is overlooked: if enough has come
--- meanwhile, the message is scheduled instead.  It got this far without harm, so earlier crashes are forgiven.
+-- meanwhile, the message is scheduled instead.  It got this far without harm, so earlier crashes are forgiven, and unless
+-- it waits because of a failure its attempts are too.
 UPDATE onefold_delivery
-SET state = 0, fence = fence + 1, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
+SET state = 0, fence = fence + 1, attempt = CASE WHEN ?5 THEN attempt ELSE 0 END, crashes = 0, expires_at = 0, lease_until = NULL, worker = NULL,
     due_at = CASE WHEN wake < ?1 THEN ?2 ELSE ?3 END,
     wake_target = CASE WHEN wake < ?1 THEN ?1 END
 WHERE seq = ?4

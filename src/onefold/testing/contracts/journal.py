@@ -11,7 +11,7 @@ from onefold.clock import MICROSECONDS
 from onefold.errors import LeaseLostError, LimitError
 from onefold.step import Step, StepKind
 from onefold.store import Lease, Parked, Query, State
-from onefold.testing.contracts.bench import ACT, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
+from onefold.testing.contracts.bench import ACT, AGAIN, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
 
 WAITING = Parked(None, seen=0)
 
@@ -50,6 +50,18 @@ class JournalContract(Contract):
         again = await bench.claim_only()
         assert await bench.store.settle([(again, WAITING)]) == [True]
         assert (await bench.record(waits.id)).failure is None
+
+    @scenario
+    async def test_parking_forgives_attempts_unless_it_is_because_of_a_failure(self, bench: Bench) -> None:
+        lease = await bench.leased()
+        await bench.store.settle([(lease, AGAIN)])
+        for outcome, attempt in ((Parked(0.0, seen=0, awaits=0, failure=FAILURE), 2), (Parked(0.0, 0, 0), 1)):
+            bench.clock.advance(AGAIN.delay)
+            lease = await bench.claim_only()
+            assert lease.attempt == 2
+            await bench.store.settle([(lease, outcome)])
+            assert (await bench.record(lease.id)).attempt == attempt - 1
+        assert (await bench.claim_only()).attempt == 1
 
     # With the claim.
 
