@@ -310,10 +310,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             finally:
                 current.reset(token)
                 buffer.close()
-            stored = await opened.put(buffer.envelopes) if buffer.envelopes else []
-            buffer.refuse_clashes(stored)
-            for note in buffer.notes:
-                await opened.record(note.message_id, [note.step])
+            stored = await buffer.leave(opened)
         buffer.confirm(stored)
 
     # working

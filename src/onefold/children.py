@@ -15,8 +15,9 @@ from onefold.journal import Sent, decode_ended, decode_sent, encode
 from onefold.receipt import dead_error
 from onefold.step import Step, StepKind, answer_line
 from onefold.store import Ended, Failure, Query, State
-from onefold.stretch import Raised, Stretch, Wait, leave, step_error
+from onefold.stretch import Raised, Stretch, Wait, resolved, step_error
 from onefold.task import Call
+from onefold.transaction import leave
 
 R = TypeVar("R")
 
@@ -122,8 +123,9 @@ class Children:
                     if one.clash:
                         raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
                     lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
-                recorded = await transaction.record(stretch.lease, [*pending, *lines])
-                await leave(transaction, sends, notes)
+                left = await leave(transaction, sends, notes)
+                recorded = await transaction.record(stretch.lease, resolved([*pending, *lines], sends, left))
+        self._journal.confirm(sends, left)
         self._journal.add(recorded)
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:

@@ -30,6 +30,7 @@
     │   └── ReplayError              a workflow's code and its journal differ
     ├── SequenceGapError             an earlier number of its ordering key is missing
     ├── StepError                    a step of a workflow failed for good; carries the failure
+    ├── SignalError                  a signal reached no run: none has that id, or the one with the key has ended
     ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
     │   └── SagaError                the awaited saga failed and was undone
@@ -223,6 +224,27 @@ class StepError(OnefoldError):
         self.reason = reason
         self.error_type = error_type
         self.error_message = error_message
+
+
+class SignalError(OnefoldError):
+    """A signal reached no run.  Nothing was written; inside a handler or transaction, nothing of its commit."""
+
+    def __init__(self, run_id: str, name: str, why: str) -> None:
+        super().__init__(f"signal {name!r} reached no run: {why}")
+        self.run_id = run_id
+        self.name = name
+
+    @classmethod
+    def unknown(cls, run_id: str, name: str) -> SignalError:
+        """Return the error for an id that the store does not have."""
+        return cls(
+            run_id, name, f"the store has none with the id {run_id!r}; take the id of a receipt, after its commit"
+        )
+
+    @classmethod
+    def ended(cls, run_id: str, name: str) -> SignalError:
+        """Return the error for a key whose run can be told nothing any more, and cannot be started again."""
+        return cls(run_id, name, f"the key belongs to run {run_id}, which has ended; use another key for new work")
 
 
 class SignalTimeoutError(OnefoldError):

@@ -8,7 +8,7 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from onefold.codec import ResultCodec
 from onefold.envelope import Envelope
 from onefold.errors import LimitError, ReplayError
 from onefold.step import UNDONE, Note, Step, StepKind, asked_name
-from onefold.store import Ended, Failure, Lease, Store
+from onefold.store import Ended, Failure, Lease, Store, Stored
 
 logger = logging.getLogger("onefold")
 
@@ -84,6 +84,7 @@ class Journal:
         "_taken",
         "_unasked",
         "asked",
+        "keyed",
         "notes",
         "pending",
         "restarts",
@@ -114,6 +115,8 @@ class Journal:
         self.pending: list[Step] = []
         self.sends: list[Envelope] = []
         self.notes: list[Note] = []
+        #: What is told under which id a message is kept that has a key, by the id it was given.
+        self.keyed: dict[str, Callable[[Stored], None]] = {}
         for step in steps:
             self._read(step)
 
@@ -227,6 +230,12 @@ class Journal:
         """Hand over what is to be written with the next record."""
         pending, self.pending = self.pending, []
         return pending
+
+    def confirm(self, sends: Sequence[Envelope], stored: Sequence[Stored]) -> None:
+        """Say, after the commit, under which ids messages are kept."""
+        for envelope, one in zip(sends, stored, strict=True):
+            if (told := self.keyed.pop(envelope.id, None)) is not None:
+                told(one)
 
     def leaving(self) -> Leaving:
         """Hand over everything that waits for the next record, and take it back should that fail."""

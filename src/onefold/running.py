@@ -11,13 +11,15 @@ from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
 from onefold.context import Context
 from onefold.effects import LedgerEntry
-from onefold.envelope import refuse_reserved
+from onefold.envelope import Envelope, refuse_reserved
+from onefold.errors import KeyReuseError, SignalError
 from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
 from onefold.journal import signal_note
 from onefold.options import TaskSettings
+from onefold.receipt import Receipt
 from onefold.registry import Registry
 from onefold.restarting import restart
 from onefold.retry import RetryPolicy
@@ -25,9 +27,9 @@ from onefold.saga import Saga
 from onefold.status import SagaRecord, read_saga, stuck_undos
 from onefold.step import Step, StepKind
 from onefold.stepping import CallOptions, StepOptions, declare
-from onefold.store import Act, Query, State, Store
-from onefold.task import Task
-from onefold.transaction import refuse_inside
+from onefold.store import Act, PutOptions, Query, State, Store
+from onefold.task import Call, Task
+from onefold.transaction import refuse_inside, refuse_task
 from onefold.undo import Never
 from onefold.workflow import Run, Workflow
 
@@ -69,6 +71,9 @@ class WorkflowVerbs:
 
     def dispatch(self, call: Any) -> Any:
         """Send one call."""
+        raise NotImplementedError
+
+    def _prepare(self, call: Call[R], parent: Envelope | None, index: int) -> tuple[Envelope, Receipt[R]]:
         raise NotImplementedError
 
     # declaring
@@ -132,13 +137,50 @@ class WorkflowVerbs:
         """Tell a run something; it goes on if it waits for that.
 
         True when the run has it: durable when this returns, or inside a handler or transaction when that commits.
-        False when there is no such run any more.  Two signals with the same ``id`` are one.
+        False when the run has ended; inside a handler or transaction the signal is dropped then, because that is known
+        only when it commits.  Two signals with the same ``id`` are one.
+        Raises ``SignalError`` when the store has no message of this id; inside, the commit fails with it, so that a
+        handler's message becomes a dead letter with the reason ``no such run``.
         """
         if (inside := current.get()) is not None:
             inside.tell(run_id, name, value, id)
             return True
         note = signal_note(run_id, name, value, self.fresh_id() if id is None else refuse_reserved("id", id))
         return bool(await self.store.record(run_id, [note.step]))
+
+    async def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run unless one holds its key, and tell it something, in one commit.
+
+        ``await app.signal_with_start(onboard.call(7), "confirmed", True)``: if the key of the call is free the run is
+        started with the signal in its mailbox, otherwise the run that holds the key is told; ``receipt.duplicate`` says
+        which.  Two signals with the same ``id`` are one.
+        Durable when it returns; inside a handler, transaction or workflow it joins that commit.
+        Raises ``SignalError`` when the run that holds the key has ended with a result or was cancelled, and
+        ``KeyReuseError`` when it was started with other arguments; then nothing was written.
+        """
+        if (inside := current.get()) is not None:
+            joined: Receipt[R] = inside.start(call, name, value, id)
+            return joined
+        refuse_task(call)
+        envelope, receipt = self._prepare(call, None, 0)
+        id_ = self.fresh_id() if id is None else refuse_reserved("id", id)
+        note = signal_note(envelope.id, name, value, id_)
+        if_dead = call.options.get("if_dead", "keep")
+        async with self.store.transaction() as transaction:
+            (stored,) = await transaction.put([envelope], PutOptions(if_dead=if_dead))
+            if stored.clash:
+                raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
+            if not await transaction.record(stored.id, [note.step]):
+                raise SignalError.ended(stored.id, name)
+        receipt.confirm(stored)
+        return receipt
 
     # people
 

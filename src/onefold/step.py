@@ -73,6 +73,13 @@ class Note(msgspec.Struct, frozen=True, gc=False):
 
     message_id: str
     step: Step
+    #: The message is sent in the same commit, where another one may hold its key; that one is told instead.
+    started: bool = False
+
+
+def signal_of(line: Step) -> str:
+    """Return the name of the signal that a line tells."""
+    return line.name.partition("/")[0]
 
 
 def answer_line(name: str, restarts: int) -> str:

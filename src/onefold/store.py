@@ -134,8 +134,8 @@ class Transaction(Protocol):
 
         By the owner, who gives its lease; raises ``LeaseLostError`` if the fence is not its any more.
         By somebody else, who gives the message's id and may record kinds of ``OUTSIDE`` only: what is new wakes the
-        message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that is
-        not there or has ended other than as a dead letter.
+        message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that has
+        ended other than as a dead letter; a signal to one that is not there raises ``SignalError``.
         By an operator, with an ``act``: any kind, unless the message is leased; one that is parked is scheduled.
         An ``UNDO`` takes the message even from whoever runs it: the fence rises, and it is scheduled unless it ended.
         """

@@ -312,6 +312,18 @@ class SyncVerbs:
         """Tell a run something; it goes on if it waits for that.  See ``App.signal``."""
         return self._run(lambda: self.app.signal(run_id, name, value, id=id))
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> SyncReceipt[R]:
+        """Start a run unless one holds its key, and tell it something; see ``App.signal_with_start``."""
+        receipt = self._run(lambda: self.app.signal_with_start(call, name, value, id=id))
+        return SyncReceipt(receipt, self._portal)
+
     def journal(self, run_id: str) -> list[Step]:
         """Return what a run has done, in the order in which it was written down."""
         return self._run(lambda: self.app.journal(run_id))

@@ -38,6 +38,7 @@ from onefold.store import State, Stored
 from onefold.stretch import Raised, Stretch, Wait, branch
 from onefold.task import BoundTask, Call, Task, takes_first
 from onefold.topic import Publishable
+from onefold.transaction import is_keyed, refuse_task
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -247,6 +248,30 @@ class Run:
         self._stretch.begin(name)
         self._journal.pending.append(Step(name, StepKind.SENT, encode(Sent(envelope.id)), call.fingerprint))
         self._journal.sends.append(envelope)
+        if is_keyed(call):
+            receipt.withhold()
+            self._journal.keyed[envelope.id] = receipt.confirm
+        return receipt
+
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, with what the run records next."""
+        return self.start(call, name, value, id)
+
+    def start(self, call: Call[R], name: str, value: Any, id_: str | None) -> Receipt[R]:
+        """Start or find a run and tell it something; what ``await app.signal_with_start(…)`` does in a workflow."""
+        refuse_task(call)
+        receipt, journal = self.add(call), self._journal
+        told = len(journal.notes)
+        # On a replay both are in the journal, and the signal names no message then.
+        self.tell(journal.sends[-1].id if journal.sends else "-", name, value, id_)
+        journal.notes[told:] = [msgspec.structs.replace(note, started=True) for note in journal.notes[told:]]
         return receipt
 
     def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:

@@ -108,7 +108,8 @@ def test_a_saga_does_not_go_back_while_its_undo_is_called(bench: Bench) -> None:
         go_on.set()
         await working
         status = await bench.app.saga_status(receipt.id)
-        assert status is not None and status.status is SagaStatus.COMPENSATED
+        assert status is not None
+        assert status.status is SagaStatus.COMPENSATED
         assert await bench.app.restart(receipt.id, from_step="hold#1", **BY)
         await bench.work()
         assert await receipt.result() == "booked"
@@ -202,7 +203,8 @@ def test_a_restart_closes_the_letter_of_an_undo_that_died(bench: Bench) -> None:
         receipt = await order.fail()
         await bench.work()
         status = await bench.app.saga_status(receipt.id)
-        assert status is not None and status.status is SagaStatus.STUCK
+        assert status is not None
+        assert status.status is SagaStatus.STUCK
         order.failing.clear()
         assert await bench.app.restart(receipt.id, from_step="reserve#1", **BY)
         (letter,) = await order.sent("put_back")

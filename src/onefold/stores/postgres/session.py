@@ -42,7 +42,7 @@ from onefold.stores.postgres.settlements import (
 from onefold.stores.postgres.steps import Steps, lines_of
 from onefold.stores.postgres.wire import Named, Speaker
 from onefold.stores.rows import attempt_of, progress_of, record_of
-from onefold.stores.steps import notes_of
+from onefold.stores.steps import addressed, notes_of
 
 #: Comes before every id.
 FIRST_ID = "00000000-0000-0000-0000-000000000000"
@@ -97,11 +97,13 @@ class Session:
         answers = await self._putter.contest(list({e.id: e for e in envelopes}.values()), PutOptions())
         return [answers[e.id] for e in envelopes]
 
-    async def put_sends(self, envelopes: Sequence[Envelope]) -> None:
-        """Put what handlers sent; a key that clashes fails the handler that sent it."""
-        for e, stored in zip(envelopes, await self.put(envelopes, PutOptions()), strict=True):
+    async def put_sends(self, envelopes: Sequence[Envelope]) -> dict[str, str]:
+        """Put what handlers sent and return under which id each is kept; a key that clashes fails its handler."""
+        answers = await self.put(envelopes, PutOptions())
+        for e, stored in zip(envelopes, answers, strict=True):
             if stored.clash:
                 raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+        return {e.id: stored.id for e, stored in zip(envelopes, answers, strict=True)}
 
     async def _redrive(self, message_id: str) -> bool:
         act = Act(actor="sender", reason="sent again with if_dead='redrive'")
@@ -152,12 +154,12 @@ class Session:
 
     async def _bring_more(self, held: Sequence[Settlement]) -> None:
         """Write what leaves with these settlements: messages, lines of their own journals, and lines for others."""
-        if sends := sends_of(held):
-            await self.put_sends(sends)
+        sends = sends_of(held)
+        kept = await self.put_sends(sends) if sends else {}
         if own := lines_of(held):
             await self.journals.write(own)
         if notes := notes_of(held):
-            await self.journals.tell(notes)
+            await self.journals.tell(addressed(notes, kept))
 
     def _passing(self, ending: Sequence[Settlement]) -> Named:
         """Return what lets those through who wait for these numbers."""

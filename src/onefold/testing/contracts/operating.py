@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from onefold import limits
-from onefold.clock import MICROSECONDS
+from onefold.clock import MICROSECONDS, give_way
 from onefold.store import MOVES, Again, Done, HandBack, Lease, Outcome, Query, Registered, State
 from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, PARKED, Bench, Contract, scenario
 
@@ -52,7 +52,7 @@ class OperatorContract(Contract):
         async with bench.store.transaction() as transaction:
             assert await transaction.lock([lease.id]) == {lease.id: State.LEASED}
             settling = asyncio.ensure_future(bench.store.settle([(lease, DONE)]))
-            await asyncio.sleep(0)
+            await give_way()
             assert await transaction.move([lease.id], State.CANCELLED, ACT) == [lease.id]
         assert await settling == [False]
         assert (await bench.record(lease.id)).state is State.CANCELLED
