@@ -52,6 +52,7 @@ from onefold.errors import (
     TransportError,
     TransportUnavailableError,
     UncertainError,
+    UnreadableSignalError,
 )
 from onefold.gate import Rate
 from onefold.inspection import DeadGroup, DeadLetter
@@ -168,6 +169,7 @@ __all__ = [
     "TransportError",
     "TransportUnavailableError",
     "UncertainError",
+    "UnreadableSignalError",
     "Workflow",
     "__version__",
     "never",

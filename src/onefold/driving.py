@@ -17,6 +17,7 @@ from onefold.errors import (
     StepError,
     StoreUnavailableError,
     UncertainError,
+    UnreadableSignalError,
 )
 from onefold.holding import Hold, stopped_from_outside
 from onefold.inside import current
@@ -101,7 +102,7 @@ def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseExceptio
         return stretch.parked()
     if isinstance(error, LeaseLostError) or stopped_from_outside(error):
         raise error
-    if isinstance(error, ReplayError | UncertainError):
+    if isinstance(error, ReplayError | UncertainError | UnreadableSignalError):
         return until_a_person_acts(stretch.lease, error)
     for kind, reason in _FOR_GOOD.items():
         if isinstance(error, kind):

@@ -26,6 +26,7 @@
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
     │   ├── HandlerTimeoutError      the handler's time is up
+    │   ├── UnreadableSignalError    a signal has another type than the run waits for; a person must drop or replace it
     │   ├── UncertainError           nobody knows whether an effect happened; a person must say
     │   └── ReplayError              a workflow's code and its journal differ
     ├── SequenceGapError             an earlier number of its ordering key is missing
@@ -187,6 +188,19 @@ class UncertainError(HandlerError):
         super().__init__(f"message {message_id}: whether {name!r} happened is unknown, {why}; see app.resolve()")
         self.message_id = message_id
         self.name = name
+
+
+class UnreadableSignalError(HandlerError):
+    """A run waits for a signal of another type than the one that came; it is parked, and the signal is not taken."""
+
+    def __init__(self, run_id: str, name: str, signal_id: str, problem: str) -> None:
+        super().__init__(
+            f"run {run_id}: its signal {name!r} with the id {signal_id!r} cannot be read ({problem}); "
+            "see app.drop_signal() and app.replace_signal()"
+        )
+        self.run_id = run_id
+        self.name = name
+        self.signal_id = signal_id
 
 
 class ReplayError(HandlerError):

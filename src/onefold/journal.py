@@ -279,13 +279,20 @@ class Journal:
         for step in self._mailbox.get(signal, ()):
             if taken is not None:
                 if step.name == decode_text(taken.value):
-                    return step
-            elif step.name not in self._taken:
+                    return self._as_replaced(step, taken.seq)
+            elif step.name not in self._taken and (step.name, StepKind.VOID) not in self._lines:
                 self.pause(branch_of(name), name)
                 self._taken.add(step.name)
                 self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
-                return step
+                return self._as_replaced(step, limits.INTEGER_MAX)
         return None
+
+    def _as_replaced(self, signal: Step, taken: int) -> Step:
+        """Return a signal with the value that a person gave it, if one did before it was taken."""
+        given = self._lines.get((signal.name, StepKind.EFFECT))
+        if given is None or given.seq > taken:
+            return signal
+        return msgspec.structs.replace(signal, value=given.value)
 
 
 class Leaving:
@@ -321,6 +328,14 @@ def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:
     limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
     line = f"{limits.check_step_name('signal', name)}/{id_}"
     return Note(run_id, Step(line, StepKind.SIGNAL, _signal_value.encode(value)))
+
+
+def open_signals(lines: Iterable[Step]) -> set[str]:
+    """Return the lines of the signals that no wait was given, and of which a person has said nothing."""
+    found = list(lines)
+    told = {line.name for line in found if line.kind is StepKind.SIGNAL}
+    taken = {decode_text(line.value) for line in found if line.kind is StepKind.TAKEN}
+    return told - taken - {line.name for line in found if line.kind in (StepKind.VOID, StepKind.EFFECT)}
 
 
 def due_at(timer: Step) -> int | None:

@@ -17,7 +17,7 @@ from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
-from onefold.journal import signal_note
+from onefold.journal import open_signals, signal_note
 from onefold.options import TaskSettings
 from onefold.receipt import Receipt
 from onefold.registry import Registry
@@ -221,6 +221,40 @@ class WorkflowVerbs:
             if value is None:
                 return bool(await transaction.move([run_id], State.SCHEDULED, act))
             return bool(await transaction.record(run_id, [Step(name, StepKind.RESULT, value)], act=act))
+
+    async def drop_signal(self, run_id: str, name: str, id: str, *, actor: str, reason: str) -> bool:  # noqa: A002
+        """Take a signal out of a run's mailbox, for instance one of the wrong type; the run looks at once what is left.
+
+        True when this call did it.  False when there is no such signal, when a wait was given it already, or when the
+        run is running or has ended; ``restart`` from the wait takes a signal back that was given to it.
+        """
+        refuse_inside("drop_signal()")
+        line = signal_note(run_id, name, None, id).step
+        return await self._answer_signal(run_id, line, StepKind.VOID, make_act(actor, reason))
+
+    async def replace_signal(
+        self,
+        run_id: str,
+        name: str,
+        id: str,  # noqa: A002
+        value: Any,
+        *,
+        actor: str,
+        reason: str,
+    ) -> bool:
+        """Give a signal in a run's mailbox another value, in the same place; see ``drop_signal``.
+
+        A signal is dropped or replaced once; the first of these stands.
+        """
+        refuse_inside("replace_signal()")
+        line = signal_note(run_id, name, value, id).step
+        return await self._answer_signal(run_id, line, StepKind.EFFECT, make_act(actor, reason))
+
+    async def _answer_signal(self, run_id: str, signal: Step, kind: StepKind, act: Act) -> bool:
+        if signal.name not in open_signals(await self.store.steps(run_id)):
+            return False
+        async with self.store.transaction() as transaction:
+            return bool(await transaction.record(run_id, [Step(signal.name, kind, signal.value)], act=act))
 
     async def saga_status(self, run_id: str) -> SagaRecord | None:
         """Return where a saga stands, with each of its steps; None if there is no such saga."""

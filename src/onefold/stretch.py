@@ -23,7 +23,15 @@ from onefold.codec import fingerprint_of_call
 from onefold.context import Context, StepScope
 from onefold.effects import Ledger
 from onefold.envelope import Envelope
-from onefold.errors import LeaseLostError, ReplayError, StepError, StoreUnavailableError, UncertainError
+from onefold.errors import (
+    HandlerError,
+    LeaseLostError,
+    ReplayError,
+    StepError,
+    StoreUnavailableError,
+    UncertainError,
+    UnreadableSignalError,
+)
 from onefold.handling import end_strays, refuse_strays
 from onefold.holding import Hold, deadline_of, stopped_from_outside
 from onefold.inside import current
@@ -99,6 +107,13 @@ class Stretch:
             raise self.over
         if self.parking:
             raise Parking
+
+    def give_up(self, error: HandlerError) -> BaseException:
+        """Return what to raise when nothing can be done before a person has acted; a rehearsal only stops there."""
+        if self._hold is None:
+            return self._stop()
+        self.over = error
+        return error
 
     def find(self, name: str, kind: StepKind, fingerprint: bytes) -> Step | None:
         """Return a line of the journal; one that was recorded for other arguments ends the stretch."""
@@ -411,8 +426,16 @@ def _answering(journal: Journal, name: str) -> Callable[[], Awaitable[list[Step]
     return load
 
 
-def until_a_person_acts(lease: Lease, error: ReplayError | UncertainError) -> Parked:
-    """Return the outcome of a message that cannot go on before somebody has looked at it."""
+#: Errors after which only a person can help, and what is shown as the reason.
+FOR_A_PERSON: dict[type[HandlerError], str] = {
+    ReplayError: "replay",
+    UncertainError: "uncertain",
+    UnreadableSignalError: "unreadable signal",
+}
+
+
+def until_a_person_acts(lease: Lease, error: HandlerError) -> Parked:
+    """Return the outcome of a message that cannot go on before a person has looked at it."""
     logger.warning("parked_for_a_person message_id=%s error=%s", lease.id, error)
-    reason = "replay" if isinstance(error, ReplayError) else "uncertain"
+    reason = FOR_A_PERSON[type(error)]
     return Parked(None, lease.wake, awaits=0, failure=failure_of(error, reason))

@@ -344,6 +344,23 @@ class SyncVerbs:
             lambda: self.app.resolve(message_id, name, happened=happened, value=value, actor=actor, reason=reason)
         )
 
+    def drop_signal(self, run_id: str, name: str, id: str, *, actor: str, reason: str) -> bool:  # noqa: A002
+        """Take a signal out of a run's mailbox; see ``App.drop_signal``."""
+        return self._run(lambda: self.app.drop_signal(run_id, name, id, actor=actor, reason=reason))
+
+    def replace_signal(
+        self,
+        run_id: str,
+        name: str,
+        id: str,  # noqa: A002
+        value: Any,
+        *,
+        actor: str,
+        reason: str,
+    ) -> bool:
+        """Give a signal in a run's mailbox another value; see ``App.replace_signal``."""
+        return self._run(lambda: self.app.replace_signal(run_id, name, id, value, actor=actor, reason=reason))
+
     def saga_status(self, run_id: str) -> SagaRecord | None:
         """Return where a saga stands, with each of its steps; None if there is no such saga."""
         return self._run(lambda: self.app.saga_status(run_id))

@@ -24,9 +24,11 @@ from onefold.context import Context
 from onefold.envelope import derived_key, refuse_reserved
 from onefold.errors import (
     ConfigurationError,
+    DecodeError,
     HandlerError,
     SignalTimeoutError,
     TransactionOpenError,
+    UnreadableSignalError,
     seconds,
 )
 from onefold.inside import current
@@ -204,7 +206,11 @@ class Run:
         with stretch.fatal:
             step = journal.take_signal(name, signal)
         if step is not None:
-            return codec.decode(step.value)
+            try:
+                return codec.decode(step.value)
+            except DecodeError as error:
+                id_ = step.name.removeprefix(f"{signal}/")
+                raise stretch.give_up(UnreadableSignalError(self.id, signal, id_, error.problem)) from error
         late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
         if taken is not None:
             raise late

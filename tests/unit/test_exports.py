@@ -99,6 +99,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "TransportError",
         "TransportUnavailableError",
         "UncertainError",
+        "UnreadableSignalError",
         "Workflow",
         "__version__",
         "never",

@@ -176,15 +176,18 @@ def test_a_key_whose_run_has_ended_refuses_the_signal(bench: Bench) -> None:
         run.signal_with_start(onboard.call("ada"), "confirmed", 3)
         await run.sleep(1)
 
+    async def with_a_row() -> None:
+        async with bench.app.transaction() as tx:
+            await bench.insert(tx, "row")
+            tx.signal_with_start(onboard.call("ada"), "confirmed", 2)
+
     async def scenario() -> None:
         await bench.app.signal_with_start(onboard.call("ada"), "confirmed", 1)
         await bench.work()
         with pytest.raises(SignalError, match="which has ended; use another key"):
             await bench.app.signal_with_start(onboard.call("ada"), "confirmed", 2)
         with pytest.raises(SignalError, match="which has ended"):
-            async with bench.app.transaction() as tx:
-                await bench.insert(tx, "row")
-                tx.signal_with_start(onboard.call("ada"), "confirmed", 2)
+            await with_a_row()
         assert await bench.effects() == []
         for receipt in (await handler.send(), await parent.send()):
             await bench.work()
@@ -212,14 +215,17 @@ def test_a_signal_to_an_id_that_the_store_does_not_have_is_an_error(bench: Bench
     async def parent(run: Run, to: str) -> None:
         await bench.app.signal(to, "go")
 
+    async def with_a_row(to: str) -> None:
+        async with bench.app.transaction() as tx:
+            await bench.insert(tx, "row")
+            tx.signal(to, "go")
+
     async def scenario() -> None:
         for to in (NOWHERE, "nowhere"):
             with pytest.raises(SignalError, match=f"none with the id '{to}'"):
                 await bench.app.signal(to, "go")
             with pytest.raises(SignalError):
-                async with bench.app.transaction() as tx:
-                    await bench.insert(tx, "row")
-                    tx.signal(to, "go")
+                await with_a_row(to)
             for receipt in (await handler.send(to), await with_rows.send(to), await parent.send(to)):
                 await bench.work()
                 record = await bench.record(receipt)
