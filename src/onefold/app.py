@@ -335,7 +335,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         """
         settings = WorkerSettings(
             name=name or worker_name(os.getpid(), self._chance),
-            queues=list(queues or self._registry.queues()),
+            queues=[queues] if isinstance(queues, str) else list(queues or self._registry.queues()),
             concurrency=concurrency,
             lease_seconds=seconds(lease),
             stop_seconds=seconds(stop_after),

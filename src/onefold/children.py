@@ -26,7 +26,13 @@ class Child(Awaitable[R], Generic[R]):
     """A child that is sent, and waited for, when it is awaited or gathered."""
 
     def __init__(
-        self, children: Children, name: str, call: Call[R], timeout: float | None = None, begun: Step | None = None
+        self,
+        children: Children,
+        name: str,
+        call: Call[R],
+        timeout: float | None = None,
+        begun: Step | None = None,
+        since: int = 0,
     ) -> None:
         self._children = children
         self.name = name
@@ -35,6 +41,8 @@ class Child(Awaitable[R], Generic[R]):
         self.timeout = timeout
         #: What is written down with its being sent, in a saga.
         self.begun = begun
+        #: From when its time is counted, if a person gave it more after it had been sent.
+        self.since = since
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._result().__await__()
@@ -91,7 +99,7 @@ class Children:
         if child.timeout is None or self._end(child) is not None:
             return None
         sent = self._journal.find(child.name, StepKind.SENT)
-        return (self._stretch.now if sent is None else sent.at) + round(child.timeout * MICROSECONDS)
+        return max(self._stretch.now if sent is None else sent.at, child.since) + round(child.timeout * MICROSECONDS)
 
     def _sent(self, child: Child[Any]) -> Sent | None:
         with self._stretch.fatal:
@@ -151,7 +159,7 @@ class Children:
         ended = self._journal.ended(child.name)
         if ended is not None or child.timeout is None or sent is None:
             return ended
-        if self._stretch.now < sent.at + round(child.timeout * MICROSECONDS):
+        if self._stretch.now < max(sent.at, child.since) + round(child.timeout * MICROSECONDS):
             return None
         text = f"it was not answered within {child.timeout:g} s of being sent"
         failure = Failure(reason="timed out", error_type="HandlerTimeoutError", error_message=text)

@@ -164,5 +164,17 @@ class _Undo:
             async with stretch.tools.store.transaction() as transaction:
                 await transaction.move([ended.id], State.SCHEDULED, act)
             await stretch.wait(Wait(awaits=1))
-        child: Child[Any] = Child(Children(stretch), self.name, undo.call(*args, **kwargs), timeout)
+        call, since = undo.call(*args, **kwargs), 0 if timeout is None else await self._since(told, timeout)
+        child: Child[Any] = Child(Children(stretch), self.name, call, timeout, since=since)
         await child
+
+    async def _since(self, told: int, timeout: float) -> int:
+        """Return from when an undo's time is counted: after a person has resumed the saga, from then, once more."""
+        if not told:
+            return 0
+        line, journal = f"{self.name}!{told}", self.stretch.journal
+        for number in range(1, told + 1):
+            journal.ask(f"{self.name}!{number}")
+        if (timer := journal.find(line, StepKind.TIMER)) is None:
+            (timer,) = await self.stretch.record([Step(line, StepKind.TIMER, encode(timeout))])
+        return timer.at

@@ -70,7 +70,7 @@ class SyncVerbs:
         """Return how many dead letters there are of each type and kind of error, and since when; the most first."""
         return self._run(lambda: self.app.dead_groups(queue=queue))
 
-    def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+    def redrive(self, ids: str | Sequence[str], *, actor: str, reason: str) -> list[str]:
         """Reopen dead letters in one commit; returns the ids this call reopened."""
         return self._run(lambda: self.app.redrive(ids, actor=actor, reason=reason))
 
