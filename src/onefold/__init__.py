@@ -29,6 +29,7 @@ from onefold.errors import (
     ReadTooLongError,
     Reject,
     ReplayError,
+    RestartError,
     ResultTimeoutError,
     RetentionOverError,
     Retry,
@@ -37,6 +38,7 @@ from onefold.errors import (
     SecondLibraryError,
     SequenceGapError,
     SessionLostError,
+    SignalError,
     SignalTimeoutError,
     Snooze,
     StepError,
@@ -52,6 +54,7 @@ from onefold.errors import (
     TransportUnavailableError,
     UncertainError,
     UnknownArgumentError,
+    UnreadableSignalError,
 )
 from onefold.gate import Rate
 from onefold.inspection import DeadGroup, DeadLetter
@@ -121,6 +124,7 @@ __all__ = [
     "Record",
     "Reject",
     "ReplayError",
+    "RestartError",
     "ResultTimeoutError",
     "RetentionOverError",
     "Retry",
@@ -136,6 +140,7 @@ __all__ = [
     "SecondLibraryError",
     "SequenceGapError",
     "SessionLostError",
+    "SignalError",
     "SignalTimeoutError",
     "Snooze",
     "State",
@@ -168,6 +173,7 @@ __all__ = [
     "TransportUnavailableError",
     "UncertainError",
     "UnknownArgumentError",
+    "UnreadableSignalError",
     "Workflow",
     "__version__",
     "never",

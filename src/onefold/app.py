@@ -305,10 +305,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
             finally:
                 current.reset(token)
                 buffer.close()
-            stored = await opened.put(buffer.envelopes) if buffer.envelopes else []
-            buffer.refuse_clashes(stored)
-            for note in buffer.notes:
-                await opened.record(note.message_id, [note.step])
+            stored = await buffer.leave(opened)
         buffer.confirm(stored)
 
     # working
@@ -333,7 +330,7 @@ class App(TaskVerbs, TransportVerbs, WorkflowVerbs, OperatorVerbs):
         """
         settings = WorkerSettings(
             name=name or worker_name(os.getpid(), self._chance),
-            queues=list(queues or self._registry.queues()),
+            queues=[queues] if isinstance(queues, str) else list(queues or self._registry.queues()),
             concurrency=concurrency,
             lease_seconds=seconds(lease, "lease"),
             stop_seconds=seconds(stop_after, "stop_after"),

@@ -155,9 +155,7 @@ class Batch(Work, _Items[T]):
         """Put what was sent, settle and commit, all of it or nothing."""
 
         async def write(transaction: Transaction) -> None:
-            self.buffer.refuse_clashes(await transaction.put(self.sends))
-            for note in self.notes:
-                await transaction.record(note.message_id, [note.step])
+            await self.buffer.leave(transaction)
             await transaction.conclude(settlements)
 
         await self.commit_with(write)

@@ -61,6 +61,17 @@ class SyncWork:
         """Tell a run something if this handler succeeds."""
         self._work.signal(run_id, name, value, id=id)
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, if this handler succeeds."""
+        return self._work.signal_with_start(call, name, value, id=id)
+
     def after(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call ``function(…)`` in a thread after the commit, for what may also be missed.
 

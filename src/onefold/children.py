@@ -15,8 +15,9 @@ from onefold.journal import Sent, decode_ended, decode_sent, encode
 from onefold.receipt import dead_error
 from onefold.step import Step, StepKind, answer_line
 from onefold.store import Ended, Failure, Query, State
-from onefold.stretch import Raised, Stretch, Wait, leave, step_error
+from onefold.stretch import Raised, Stretch, Wait, resolved, step_error
 from onefold.task import Call
+from onefold.transaction import leave
 
 R = TypeVar("R")
 
@@ -25,7 +26,13 @@ class Child(Awaitable[R], Generic[R]):
     """A child that is sent, and waited for, when it is awaited or gathered."""
 
     def __init__(
-        self, children: Children, name: str, call: Call[R], timeout: float | None = None, begun: Step | None = None
+        self,
+        children: Children,
+        name: str,
+        call: Call[R],
+        timeout: float | None = None,
+        begun: Step | None = None,
+        since: int = 0,
     ) -> None:
         self._children = children
         self.name = name
@@ -34,6 +41,8 @@ class Child(Awaitable[R], Generic[R]):
         self.timeout = timeout
         #: What is written down with its being sent, in a saga.
         self.begun = begun
+        #: From when its time is counted, if a person gave it more after it had been sent.
+        self.since = since
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._result().__await__()
@@ -93,7 +102,7 @@ class Children:
         if child.timeout is None:
             return None
         sent = self._journal.find(child.name, StepKind.SENT)
-        return (self._stretch.now if sent is None else sent.at) + round(child.timeout * MICROSECONDS)
+        return max(self._stretch.now if sent is None else sent.at, child.since) + round(child.timeout * MICROSECONDS)
 
     def _sent(self, child: Child[Any]) -> Sent | None:
         with self._stretch.fatal:
@@ -124,8 +133,9 @@ class Children:
                 if one.clash:
                     raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
                 lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
-            recorded = await transaction.record(stretch.lease, [*pending, *lines])
-            await leave(transaction, sends, notes)
+            left = await leave(transaction, sends, notes)
+            recorded = await transaction.record(stretch.lease, resolved([*pending, *lines], sends, left))
+        self._journal.confirm(sends, left)
         self._journal.add(recorded)
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:
@@ -151,7 +161,7 @@ class Children:
         ended = self._journal.ended(child.name)
         if ended is not None or child.timeout is None or sent is None:
             return ended
-        if self._stretch.now < sent.at + round(child.timeout * MICROSECONDS):
+        if self._stretch.now < max(sent.at, child.since) + round(child.timeout * MICROSECONDS):
             return None
         text = f"it was not answered within {child.timeout:g} s of being sent"
         failure = Failure(reason="timed out", error_type="HandlerTimeoutError", error_message=text)

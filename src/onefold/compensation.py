@@ -126,6 +126,7 @@ class _Undo:
 
     async def run(self) -> None:
         """Undo the step; raises what the undo gave up with."""
+        await self._begin()
         await self._take_back()
         undo, args, kwargs = self.planned.undo, self.planned.args, self.planned.kwargs
         if isinstance(undo, Task):
@@ -134,11 +135,19 @@ class _Undo:
             function = StepFunction(undo, settings_of(undo)).within(limits.SAGA_STEP_SECONDS)
             await self.stretch.perform(self.name, function, args, kwargs)
 
+    async def _begin(self) -> None:
+        """Record that the step is being undone, before anything is: from that line on it counts as undone.
+
+        A restart from behind the step would otherwise keep a step whose effect the undo is taking away.
+        """
+        if self.stretch.journal.find(self.name, StepKind.UNDOING) is None:
+            await self.stretch.record([Step(self.name, StepKind.UNDOING, encode(None))])
+
     async def _take_back(self) -> None:
         """Take back a command that did not succeed, or close its letter, so that it cannot take effect any more."""
         known, store = Journal(self.stretch.lease.id, self.lines), self.stretch.tools.store
         sent, ended = known.sent(self.step, b""), known.ended(self.step)
-        begun = any(line.name == self.name for line in self.lines)
+        begun = any(line.name == self.name and line.kind is not StepKind.UNDOING for line in self.lines)
         if begun or sent is None or sent.foreign or (ended is not None and ended.state is State.DONE):
             return
         act = Act(actor="onefold", reason=f"saga {self.stretch.lease.id} undoes {self.step}")
@@ -156,5 +165,17 @@ class _Undo:
             async with stretch.tools.store.transaction() as transaction:
                 await transaction.move([ended.id], State.SCHEDULED, act)
             await stretch.wait(Wait(awaits=1))
-        child: Child[Any] = Child(Children(stretch), self.name, undo.call(*args, **kwargs), timeout)
+        call, since = undo.call(*args, **kwargs), 0 if timeout is None else await self._since(told, timeout)
+        child: Child[Any] = Child(Children(stretch), self.name, call, timeout, since=since)
         await child
+
+    async def _since(self, told: int, timeout: float) -> int:
+        """Return from when an undo's time is counted: after a person has resumed the saga, from then, once more."""
+        if not told:
+            return 0
+        line, journal = f"{self.name}!{told}", self.stretch.journal
+        for number in range(1, told + 1):
+            journal.ask(f"{self.name}!{number}")
+        if (timer := journal.find(line, StepKind.TIMER)) is None:
+            (timer,) = await self.stretch.record([Step(line, StepKind.TIMER, encode(timeout))])
+        return timer.at

@@ -4,11 +4,16 @@ Each trigger writes the newest arguments and the new due time into an entry of t
 **carrier**, an ordinary message that is due then.  A carrier that comes too early is snoozed; one whose time has come
 removes the entry and sends what it holds, in one commit.  The entry is compared and set, so a trigger either gets into
 that message or begins anew: none is lost, and no message that was already sent is touched.
+
+Triggers of one key that come while another is being written in the same process wait and are written together, with the
+arguments of the last.  Those of other processes are met by trying again, after a pause that grows.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Generic, ParamSpec
 
@@ -16,12 +21,12 @@ import msgspec
 from msgspec.structs import asdict
 
 from onefold import limits
-from onefold.clock import MICROSECONDS, to_datetime
+from onefold.clock import MICROSECONDS, SystemClock, system_random, to_datetime
 from onefold.context import Context
-from onefold.envelope import derived_key
+from onefold.envelope import Envelope, derived_key
 from onefold.errors import ConfigurationError, Snooze, StoreUnavailableError, seconds
 from onefold.identity import KeySource, from_source
-from onefold.store import Store
+from onefold.store import Query, Store
 from onefold.task import Call, Task
 from onefold.transaction import Prepare, refuse_inside
 
@@ -29,10 +34,13 @@ P = ParamSpec("P")
 
 #: The kind of the entries in the register.
 KIND = "debounce"
-#: Attempts to write an entry that others write too; each is lost only to somebody who won.
+#: Attempts to write an entry that other processes write too; each is lost only to one that won.
 _ROUNDS_MAX = 50
-#: An entry that is overdue by this much has lost its carrier, for instance to a person who cancelled it.
-_LOST_AFTER = 60 * MICROSECONDS
+#: The longest pause before the next attempt: it doubles from the first to the last figure.
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.002, 0.2
+
+_machine = SystemClock()
+_chance = system_random()
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -40,9 +48,27 @@ class Pending(msgspec.Struct, frozen=True):
 
     first_at: int
     due_at: int
+    #: The message that will send it.
+    carrier: str
     payload: bytes
     fingerprint: bytes
     subject: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Trigger:
+    """One call of ``trigger`` that waits to be written."""
+
+    call: Call[Any]
+    due_at: int | None = None
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The triggers of one key in one event loop, and the lock of the one that writes for all."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: list[_Trigger] = field(default_factory=list)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -70,6 +96,8 @@ class Debounced(Generic[P]):
         self._key = from_source(task.name, "key", key, task.signature.hints)
         self._store = store
         self._prepare = prepare
+        #: By the event loop and the entry's name: a lock belongs to one event loop.
+        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], _Queue] = {}
         #: Set once the carrier's task is declared, which needs this object.
         self.carrier: Task[[str], None] | None = None
 
@@ -82,31 +110,70 @@ class Debounced(Generic[P]):
         call = self.task.call(*args, **kwargs)
         key = self._key(asdict(self.task.signature.bind(args, kwargs)))
         name = limits.check_bytes("key", f"{self.task.name}:{key}", limits.KEY_BYTES_MAX)
+        return to_datetime(await self._write_together(name, call))
+
+    async def _write_together(self, name: str, call: Call[Any]) -> int:
+        """Write the trigger, and with it those that came before it and wait; whoever is first writes for all."""
+        place, mine = (asyncio.get_running_loop(), name), _Trigger(call)
+        queue = self._queues.setdefault(place, _Queue())
+        queue.waiting.append(mine)
+        try:
+            async with queue.lock:
+                if mine.due_at is None:
+                    together = list(queue.waiting)
+                    due_at = await self._write_persistently(name, together[-1].call)
+                    for one in together:
+                        one.due_at = due_at
+                        queue.waiting.remove(one)
+                assert mine.due_at is not None
+                return mine.due_at
+        finally:
+            # One that was cancelled or failed is not written by those behind it.
+            if mine in queue.waiting:
+                queue.waiting.remove(mine)
+            if not queue.waiting and not queue.lock.locked():
+                self._queues.pop(place, None)
+
+    async def _write_persistently(self, name: str, call: Call[Any]) -> int:
+        pause = _PAUSE_SECONDS
         for _ in range(_ROUNDS_MAX):
             if (due_at := await self._write(name, call)) is not None:
-                return to_datetime(due_at)
+                return due_at
+            await _machine.sleep(_chance.uniform(0, pause))
+            pause = min(pause * 2, _PAUSE_SECONDS_MAX)
         raise StoreUnavailableError(f"{name!r} was triggered by others {_ROUNDS_MAX} times in a row; try again")
 
     async def _write(self, name: str, call: Call[Any]) -> int | None:
-        """Write the trigger down; None when somebody else wrote meanwhile."""
+        """Write the trigger down; None when another process wrote meanwhile."""
         store = self._store()
         entry, now = await store.registered(KIND, name), await store.now()
         found = None if entry is None else _decode(entry.value)
-        first_at = now if found is None else found.first_at
-        due_at = max(min(now + self.wait, first_at + self.at_most), now)
-        pending = Pending(first_at, due_at, call.payload, call.fingerprint, call.subject)
+        if found is not None and found.due_at <= now and await self._is_lost(found):
+            # It was to be sent by now and never will be: this trigger begins anew, and is due at once.
+            found, due_at, first_at = None, now, now
+        else:
+            first_at = now if found is None else found.first_at
+            due_at = max(min(now + self.wait, first_at + self.at_most), now)
+        carrier = self._carrier(name, due_at, now) if found is None else None
+        carrier_id = found.carrier if found is not None else carrier.id if carrier is not None else ""
+        pending = Pending(first_at, due_at, carrier_id, call.payload, call.fingerprint, call.subject)
         async with store.transaction() as transaction:
             version = 0 if entry is None else entry.version
             if not await transaction.register(KIND, name, _encode(pending), version=version):
                 return None
-            if found is None or found.due_at + _LOST_AFTER < now:
-                await transaction.put([self._carrier(name, pending, now)])
+            if carrier is not None:
+                await transaction.put([carrier])
         return due_at
 
-    def _carrier(self, name: str, pending: Pending, now: int) -> Any:
+    async def _is_lost(self, pending: Pending) -> bool:
+        """Whether the carrier of an entry has ended without it: a person cancelled it, or it died."""
+        found = await self._store().find(Query(ids=(pending.carrier,)))
+        return not found or found[0].state.ended
+
+    def _carrier(self, name: str, due_at: int, now: int) -> Envelope:
         if self.carrier is None:
             raise ConfigurationError(f"{self.task.name}: nothing carries its triggers; make it with app.debounce()")
-        delay = (pending.due_at - now) / MICROSECONDS
+        delay = (due_at - now) / MICROSECONDS
         call = self.carrier.options(delay=delay, subject=name).call(name)
         key = derived_key("debounce", f"{name}@{to_datetime(now).isoformat()}")
         return self._prepare(msgspec.structs.replace(call, key=key), None, 0)[0]

@@ -19,6 +19,7 @@ from onefold.errors import (
     StoreUnavailableError,
     UncertainError,
     UnknownArgumentError,
+    UnreadableSignalError,
 )
 from onefold.holding import Hold, stopped_from_outside
 from onefold.inside import current
@@ -112,7 +113,7 @@ def _outcome(workflow: Workflow[Any, Any], stretch: Stretch, error: BaseExceptio
         return stretch.parked()
     if isinstance(error, LeaseLostError) or stopped_from_outside(error):
         raise error
-    if isinstance(error, ReplayError | UncertainError | StepLimitError):
+    if isinstance(error, ReplayError | UncertainError | StepLimitError | UnreadableSignalError):
         return until_a_person_acts(stretch.lease, error)
     for kind, reason in _FOR_GOOD.items():
         if isinstance(error, kind):

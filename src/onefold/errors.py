@@ -27,15 +27,18 @@
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
     │   ├── HandlerTimeoutError      the handler's time is up
+    │   ├── UnreadableSignalError    a signal has another type than the run waits for; a person must drop or replace it
     │   ├── UncertainError           nobody knows whether an effect happened; a person must say
     │   ├── StepLimitError           a run has more steps than it may; parked until a person allows more
     │   └── ReplayError              a workflow's code and its journal differ
     ├── SequenceGapError             an earlier number of its ordering key is missing
     ├── StepError                    a step of a workflow failed for good; carries the failure
+    ├── SignalError                  a signal reached no run: none has that id, or the one with the key has ended
     ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
     │   └── SagaError                the awaited saga failed and was undone
     ├── CancelledMessageError        the awaited message was cancelled or discarded
+    ├── RestartError                 a run cannot go back to that step now; says why and what to do
     ├── RetentionOverError           a dead letter was kept for too long to be redriven
     └── ResultTimeoutError           no outcome came in the time given
 
@@ -208,6 +211,19 @@ class StepLimitError(HandlerError):
         self.most = most
 
 
+class UnreadableSignalError(HandlerError):
+    """A run waits for a signal of another type than the one that came; it is parked, and the signal is not taken."""
+
+    def __init__(self, run_id: str, name: str, signal_id: str, problem: str) -> None:
+        super().__init__(
+            f"run {run_id}: its signal {name!r} with the id {signal_id!r} cannot be read ({problem}); "
+            "see app.drop_signal() and app.replace_signal()"
+        )
+        self.run_id = run_id
+        self.name = name
+        self.signal_id = signal_id
+
+
 class ReplayError(HandlerError):
     """A workflow's code no longer does what its journal says it did; the run is parked, and nothing was changed."""
 
@@ -245,6 +261,27 @@ class StepError(OnefoldError):
         self.error_message = error_message
 
 
+class SignalError(OnefoldError):
+    """A signal reached no run.  Nothing was written; inside a handler or transaction, nothing of its commit."""
+
+    def __init__(self, run_id: str, name: str, why: str) -> None:
+        super().__init__(f"signal {name!r} reached no run: {why}")
+        self.run_id = run_id
+        self.name = name
+
+    @classmethod
+    def unknown(cls, run_id: str, name: str) -> SignalError:
+        """Return the error for an id that the store does not have."""
+        return cls(
+            run_id, name, f"the store has none with the id {run_id!r}; take the id of a receipt, after its commit"
+        )
+
+    @classmethod
+    def ended(cls, run_id: str, name: str) -> SignalError:
+        """Return the error for a key whose run can be told nothing any more, and cannot be started again."""
+        return cls(run_id, name, f"the key belongs to run {run_id}, which has ended; use another key for new work")
+
+
 class SignalTimeoutError(OnefoldError):
     """The awaited signal did not come in the time given; one that comes later is for the next wait."""
 
@@ -266,6 +303,14 @@ class SagaError(DeadError):
 
 class CancelledMessageError(OnefoldError):
     """The awaited message was cancelled or discarded, so it has no result."""
+
+
+class RestartError(OnefoldError):
+    """A run cannot go back to that step without harm; nothing was changed."""
+
+    def __init__(self, run_id: str, why: str, remedy: str) -> None:
+        super().__init__(f"run {run_id} cannot be restarted: {why}; {remedy}")
+        self.run_id = run_id
 
 
 class RetentionOverError(OnefoldError):

@@ -17,6 +17,10 @@ class Joined(Protocol):
         """Send a signal with that commit; what ``await app.signal(…)`` does inside."""
         ...
 
+    def start(self, call: Any, name: str, value: Any, id_: str | None) -> Any:
+        """Start or find a run and tell it something with that commit; returns its receipt."""
+        ...
+
     def refuse(self, verb: str) -> None:
         """Raise ``TransactionOpenError`` for a verb that would commit by itself, if it must not now."""
         ...

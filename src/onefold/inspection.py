@@ -166,13 +166,13 @@ async def dead_groups(store: Store, *, queue: str | None = None) -> list[DeadGro
     return sorted(groups, key=lambda one: (-one.count, one.oldest_at))
 
 
-async def redrive(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+async def redrive(store: Store, ids: str | Sequence[str], *, actor: str, reason: str) -> list[str]:
     """Reopen dead letters, all in one commit; returns those that were reopened by this call.
 
     A saga that was undone is not reopened: restart it from a step, or discard it and send it anew.
     Raises ``RetentionOverError`` when none was reopened and some were dead for too long.
     """
-    _check_number(ids)
+    ids = _as_list(ids)
     letters = await _letters(store, ids)
     # Run again, a saga of which nothing is left would find itself undone.
     undone = {one.envelope.id for one in letters if one.failure is not None and one.failure.reason == COMPENSATED}
@@ -193,17 +193,20 @@ def _refuse_late(letters: Sequence[Record]) -> None:
         raise RetentionOverError(one.envelope.id, _written(one.redrive_until))
 
 
-async def discard(store: Store, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+async def discard(store: Store, ids: str | Sequence[str], *, actor: str, reason: str) -> list[str]:
     """Close dead letters for good, all in one commit; returns those that were closed by this call."""
-    _check_number(ids)
+    ids = _as_list(ids)
     return await _move(store, ids, State.DISCARDED, actor=actor, reason=reason)
 
 
-def _check_number(ids: Sequence[str]) -> None:
+def _as_list(ids: str | Sequence[str]) -> list[str]:
+    """Return the ids as a list; a single id is not a sequence of characters."""
+    ids = [ids] if isinstance(ids, str) else list(ids)
     if len(ids) > limits.REDRIVE_MAX:
         raise ConfigurationError(
             f"{len(ids)} letters at once; one call moves at most {limits.REDRIVE_MAX}: try a few, then the rest"
         )
+    return ids
 
 
 async def cancel(store: Store, message_id: str, *, actor: str, reason: str) -> bool:

@@ -8,7 +8,7 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from onefold.codec import ResultCodec
 from onefold.envelope import Envelope
 from onefold.errors import LimitError, ReplayError
 from onefold.step import UNDONE, Note, Step, StepKind, asked_name
-from onefold.store import Ended, Failure, Lease, Store
+from onefold.store import Ended, Failure, Lease, Store, Stored
 
 #: Kinds that stand for what the code asked for, under the name it asked with.
 _ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
@@ -84,6 +84,7 @@ class Journal:
         "_unasked",
         "_verdicts",
         "asked",
+        "keyed",
         "notes",
         "pending",
         "restarts",
@@ -119,6 +120,8 @@ class Journal:
         self.pending: list[Step] = []
         self.sends: list[Envelope] = []
         self.notes: list[Note] = []
+        #: What is told under which id a message is kept that has a key, by the id it was given.
+        self.keyed: dict[str, Callable[[Stored], None]] = {}
         for step in steps:
             self._read(step)
 
@@ -262,6 +265,12 @@ class Journal:
         pending, self.pending = self.pending, []
         return pending
 
+    def confirm(self, sends: Sequence[Envelope], stored: Sequence[Stored]) -> None:
+        """Say, after the commit, under which ids messages are kept."""
+        for envelope, one in zip(sends, stored, strict=True):
+            if (told := self.keyed.pop(envelope.id, None)) is not None:
+                told(one)
+
     def leaving(self) -> Leaving:
         """Hand over everything that waits for the next record, and take it back should that fail."""
         return Leaving(self)
@@ -324,13 +333,20 @@ class Journal:
         for step in self._mailbox.get(signal, ()):
             if taken is not None:
                 if step.name == decode_text(taken.value):
-                    return step
-            elif step.name not in self._taken:
+                    return self._as_replaced(step, taken.seq)
+            elif step.name not in self._taken and (step.name, StepKind.VOID) not in self._lines:
                 self.pause(branch_of(name), name)
                 self._taken.add(step.name)
                 self.pending.append(Step(self.verdict_line(name), StepKind.TAKEN, encode(step.name)))
-                return step
+                return self._as_replaced(step, limits.INTEGER_MAX)
         return None
+
+    def _as_replaced(self, signal: Step, taken: int) -> Step:
+        """Return a signal with the value that a person gave it, if one did before it was taken."""
+        given = self._lines.get((signal.name, StepKind.EFFECT))
+        if given is None or given.seq > taken:
+            return signal
+        return msgspec.structs.replace(signal, value=given.value)
 
 
 class Leaving:
@@ -366,6 +382,14 @@ def signal_note(run_id: str, name: str, value: Any, id_: str) -> Note:
     limits.check_bytes("id", id_, limits.ID_BYTES_MAX)
     line = f"{limits.check_step_name('signal', name)}/{id_}"
     return Note(run_id, Step(line, StepKind.SIGNAL, _signal_value.encode(value)))
+
+
+def open_signals(lines: Iterable[Step]) -> set[str]:
+    """Return the lines of the signals that no wait was given, and of which a person has said nothing."""
+    found = list(lines)
+    told = {line.name for line in found if line.kind is StepKind.SIGNAL}
+    taken = {decode_text(line.value) for line in found if line.kind is StepKind.TAKEN}
+    return told - taken - {line.name for line in found if line.kind in (StepKind.VOID, StepKind.EFFECT)}
 
 
 def due_at(timer: Step) -> int | None:

@@ -89,8 +89,8 @@ class OperatorVerbs:
         """
         return await inspection.dead_groups(self.store, queue=queue)
 
-    async def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
-        """Reopen dead letters in one commit; returns the ids this call reopened.
+    async def redrive(self, ids: str | Sequence[str], *, actor: str, reason: str) -> list[str]:
+        """Reopen dead letters, or one, in one commit; returns the ids this call reopened.
 
         A saga that was undone is not reopened; see ``restart``.
         """

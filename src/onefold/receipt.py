@@ -50,18 +50,30 @@ def dead_error(message_id: str, failure: Failure) -> DeadError:
 class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
     """Proof that a message was stored, or that it already was.
 
-    Inside a transaction the id is known at once, and the rest after the commit.
+    Inside a transaction ``duplicate`` and ``state`` are known after the commit, and so is the id of a message with a
+    key: until then another message may hold that key, and then this one is never stored.
     Made by the thousand, it is like an envelope no business of the collector's.
     """
 
-    _id: str
+    _id: str | None
     _source: Source[R]
     _stored: Stored | None = None
 
     @property
     def id(self) -> str:
         """The id of the message; for a duplicate, of the first one."""
-        return self._id if self._stored is None else self._stored.id
+        if self._stored is not None:
+            return self._stored.id
+        if self._id is None:
+            raise TransactionOpenError(
+                "the message has a key, which may belong to another message, so its id is known after the commit; "
+                "read it then, keep the key instead of the id, or tell a run something with signal_with_start()"
+            )
+        return self._id
+
+    def withhold(self) -> None:
+        """Tell no id before the commit: the message has a key, and another one may hold it."""
+        self._id = None
 
     @property
     def duplicate(self) -> bool:
@@ -116,4 +128,6 @@ class Receipt(msgspec.Struct, Generic[R], gc=False, eq=False):
         raise CancelledMessageError(f"message {self.id} was {record.state.name.lower()}; it has no result")
 
     def __repr__(self) -> str:
-        return f"<receipt {self.id}{' (duplicate)' if self._stored and self._stored.duplicate else ''}>"
+        if self._stored is None:
+            return f"<receipt {self._id or 'of a message that is not stored yet'}>"
+        return f"<receipt {self.id}{' (duplicate)' if self._stored.duplicate else ''}>"

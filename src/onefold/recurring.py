@@ -17,9 +17,9 @@ import msgspec
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock, new_id, to_datetime
 from onefold.envelope import UNKEYED, Envelope, Occurrence
-from onefold.errors import ConfigurationError, StoreUnavailableError, seconds
+from onefold.errors import ConfigurationError, StoreError, StoreUnavailableError, seconds
 from onefold.registry import Registry
-from onefold.schedule import KIND, Catchup, ScheduleRecord, decode_schedule, encode_schedule
+from onefold.schedule import KIND, Catchup, ScheduleRecord, before, begin_now, decode_schedule, encode_schedule
 from onefold.store import Registered, Store
 from onefold.task import Call
 from onefold.timetable import Cron, Delay, Timetable, preview, zone_of
@@ -75,6 +75,7 @@ def declared_schedules(registry: Registry, now: int) -> list[ScheduleRecord]:
             declared=True,
             made_at=now,
             watermark=now,
+            dropped=before(now),
         )
         for name, one in registry.recurring.items()
     ]
@@ -122,35 +123,44 @@ async def keep_schedule(store: Store, wanted: ScheduleRecord) -> ScheduleRecord:
         )
         return changed if found.timetable == wanted.timetable else begin_now(changed, wanted.made_at)
 
-    kept = await change_schedule(store, wanted.name, change)
-    assert kept is not None
-    return kept
-
-
-def begin_now(schedule: ScheduleRecord, now: int) -> ScheduleRecord:
-    """Let nothing fire that was meant for before now, and nothing that has fired already."""
-    awaiting = schedule.awaiting if isinstance(schedule.timetable, Delay) else None
-    return msgspec.structs.replace(
-        schedule, watermark=max(schedule.watermark, now), dropped=(), rewound=None, awaiting=awaiting
-    )
+    return await change_schedule(store, wanted.name, change)
 
 
 async def change_schedule(
-    store: Store, name: str, change: Callable[[ScheduleRecord | None], ScheduleRecord | None]
-) -> ScheduleRecord | None:
-    """Change one entry whatever others do to it meanwhile; None removes it.  A crash leaves the old one or the new."""
+    store: Store, name: str, change: Callable[[ScheduleRecord | None], ScheduleRecord]
+) -> ScheduleRecord:
+    """Change one entry whatever others do to it meanwhile.  A crash leaves the old one or the new.
+
+    Raises ``StoreError`` when another version of onefold wrote it, in a form that this one cannot read in full.
+    """
     for _ in range(_ROUNDS_MAX):
         entry = await store.registered(KIND, name)
-        found = None if entry is None else decode_schedule(entry.value)
+        found = None if entry is None else _decode_known(name, entry)
         wanted = change(found)
         if wanted == found:
             return wanted
-        value = None if wanted is None else encoded(wanted)
+        value = encoded(wanted)
         async with store.transaction() as transaction:
             written = await transaction.register(KIND, name, value, version=entry.version if entry else 0)
         if written:
             return wanted
-    raise StoreUnavailableError(f"schedule {name!r} was changed by others {_ROUNDS_MAX} times in a row; try again")
+    raise changed_by_others(name)
+
+
+def changed_by_others(name: str) -> StoreUnavailableError:
+    """Return the error for an entry that others write all the time."""
+    return StoreUnavailableError(f"schedule {name!r} was changed by others {_ROUNDS_MAX} times in a row; try again")
+
+
+def _decode_known(name: str, entry: Registered) -> ScheduleRecord:
+    """Return a schedule that is to be changed; one that another version wrote would lose what only that one knows."""
+    try:
+        return decode_schedule(entry.value)
+    except msgspec.DecodeError as error:
+        raise StoreError(
+            f"schedule {name!r} was written by another version of onefold ({error}); "
+            "change it with that version, or remove it with unschedule() and make it anew"
+        ) from error
 
 
 def encoded(schedule: ScheduleRecord) -> bytes:
@@ -215,6 +225,7 @@ class Keeper:
             window=window,
             made_at=now,
             watermark=now,
+            dropped=before(now),
         )
         kept = await keep_schedule(self.store, wanted)
         self._changed()
@@ -228,10 +239,17 @@ class Keeper:
 
     async def remove(self, name: str) -> bool:
         """Forget a schedule; True when it was there.  What it has put stays."""
-        there = name in await self.store.entries(KIND)
-        await change_schedule(self.store, name, lambda _: None)
-        self._changed()
-        return there
+        for _ in range(_ROUNDS_MAX):
+            entry = await self.store.registered(KIND, name)
+            if entry is None:
+                return False
+            # Not read: also one that another version wrote can be removed.
+            async with self.store.transaction() as transaction:
+                removed = await transaction.register(KIND, name, None, version=entry.version)
+            if removed:
+                self._changed()
+                return True
+        raise changed_by_others(name)
 
     async def change(self, name: str, change: Change) -> ScheduleRecord:
         """Change a schedule that must be there."""
@@ -242,7 +260,6 @@ class Keeper:
             return change(found)
 
         changed = await change_schedule(self.store, name, change_found)
-        assert changed is not None
         self._changed()
         return changed
 

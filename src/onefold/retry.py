@@ -22,6 +22,7 @@ from onefold.errors import (
     Reject,
     Retry,
     SessionLostError,
+    SignalError,
     Snooze,
     TransactionEndedError,
     seconds,
@@ -52,7 +53,7 @@ _STACKS_MAX = 128
 _stacks: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
 
 #: What is not an error of the handler's, and is decided about by what it is.
-_INSTRUCTIONS = (Snooze, Reject, EnvelopeError, KeyReuseError, TransactionEndedError)
+_INSTRUCTIONS = (Snooze, Reject, EnvelopeError, KeyReuseError, SignalError, TransactionEndedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +278,8 @@ def _follow(error: BaseException) -> Again | Dead:
         return Again(max(DELAY_SECONDS_MIN, error.after_seconds), None, counted=False)
     if isinstance(error, Reject):
         return Dead(failure_of(error, "rejected"))
+    if isinstance(error, SignalError):
+        return Dead(failure_of(error, "no such run"))
     return Dead(failure_of(error, "key reuse" if isinstance(error, KeyReuseError) else "contract"))
 
 

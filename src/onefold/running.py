@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -11,23 +11,25 @@ from onefold.chronicle import Chronicle
 from onefold.codec import ResultCodec
 from onefold.context import Context
 from onefold.effects import LedgerEntry
-from onefold.envelope import refuse_reserved
-from onefold.errors import ConfigurationError
+from onefold.envelope import Envelope, refuse_reserved
+from onefold.errors import KeyReuseError, SignalError
 from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
 from onefold.inspection import make_act
-from onefold.journal import signal_note
+from onefold.journal import open_signals, signal_note
 from onefold.options import TaskSettings, task_settings
+from onefold.receipt import Receipt
 from onefold.registry import Registry
+from onefold.restarting import restart
 from onefold.retry import RetryPolicy
 from onefold.saga import Saga
-from onefold.status import SagaRecord, begun_steps, is_of_undo, read_saga, stuck_undos, undo_name
+from onefold.status import SagaRecord, read_saga, stuck_undos
 from onefold.step import Step, StepKind
 from onefold.stepping import CallOptions, StepOptions, declare
-from onefold.store import Act, Query, State, Store
-from onefold.task import Task
-from onefold.transaction import refuse_inside
+from onefold.store import Act, PutOptions, Query, State, Store
+from onefold.task import Call, Task
+from onefold.transaction import refuse_inside, refuse_task
 from onefold.undo import Never
 from onefold.workflow import Run, Workflow
 
@@ -70,6 +72,9 @@ class WorkflowVerbs:
 
     def dispatch(self, call: Any) -> Any:
         """Send one call."""
+        raise NotImplementedError
+
+    def _prepare(self, call: Call[R], parent: Envelope | None, index: int) -> tuple[Envelope, Receipt[R]]:
         raise NotImplementedError
 
     # declaring
@@ -134,13 +139,50 @@ class WorkflowVerbs:
         """Tell a run something; it goes on if it waits for that.
 
         True when the run has it: durable when this returns, or inside a handler or transaction when that commits.
-        False when there is no such run any more.  Two signals with the same ``id`` are one.
+        False when the run has ended; inside a handler or transaction the signal is dropped then, because that is known
+        only when it commits.  Two signals with the same ``id`` are one.
+        Raises ``SignalError`` when the store has no message of this id; inside, the commit fails with it, so that a
+        handler's message becomes a dead letter with the reason ``no such run``.
         """
         if (inside := current.get()) is not None:
             inside.tell(run_id, name, value, id)
             return True
         note = signal_note(run_id, name, value, self.fresh_id() if id is None else refuse_reserved("id", id))
         return bool(await self.store.record(run_id, [note.step]))
+
+    async def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run unless one holds its key, and tell it something, in one commit.
+
+        ``await app.signal_with_start(onboard.call(7), "confirmed", True)``: if the key of the call is free the run is
+        started with the signal in its mailbox, otherwise the run that holds the key is told; ``receipt.duplicate`` says
+        which.  Two signals with the same ``id`` are one.
+        Durable when it returns; inside a handler, transaction or workflow it joins that commit.
+        Raises ``SignalError`` when the run that holds the key has ended with a result or was cancelled, and
+        ``KeyReuseError`` when it was started with other arguments; then nothing was written.
+        """
+        if (inside := current.get()) is not None:
+            joined: Receipt[R] = inside.start(call, name, value, id)
+            return joined
+        refuse_task(call)
+        envelope, receipt = self._prepare(call, None, 0)
+        id_ = self.fresh_id() if id is None else refuse_reserved("id", id)
+        note = signal_note(envelope.id, name, value, id_)
+        if_dead = call.options.get("if_dead", "keep")
+        async with self.store.transaction() as transaction:
+            (stored,) = await transaction.put([envelope], PutOptions(if_dead=if_dead))
+            if stored.clash:
+                raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
+            if not await transaction.record(stored.id, [note.step]):
+                raise SignalError.ended(stored.id, name)
+        receipt.confirm(stored)
+        return receipt
 
     # people
 
@@ -182,6 +224,40 @@ class WorkflowVerbs:
                 return bool(await transaction.move([run_id], State.SCHEDULED, act))
             return bool(await transaction.record(run_id, [Step(name, StepKind.RESULT, value)], act=act))
 
+    async def drop_signal(self, run_id: str, name: str, id: str, *, actor: str, reason: str) -> bool:  # noqa: A002
+        """Take a signal out of a run's mailbox, for instance one of the wrong type; the run looks at once what is left.
+
+        True when this call did it.  False when there is no such signal, when a wait was given it already, or when the
+        run is running or has ended; ``restart`` from the wait takes a signal back that was given to it.
+        """
+        refuse_inside("drop_signal()")
+        line = signal_note(run_id, name, None, id).step
+        return await self._answer_signal(run_id, line, StepKind.VOID, make_act(actor, reason))
+
+    async def replace_signal(
+        self,
+        run_id: str,
+        name: str,
+        id: str,  # noqa: A002
+        value: Any,
+        *,
+        actor: str,
+        reason: str,
+    ) -> bool:
+        """Give a signal in a run's mailbox another value, in the same place; see ``drop_signal``.
+
+        A signal is dropped or replaced once; the first of these stands.
+        """
+        refuse_inside("replace_signal()")
+        line = signal_note(run_id, name, value, id).step
+        return await self._answer_signal(run_id, line, StepKind.EFFECT, make_act(actor, reason))
+
+    async def _answer_signal(self, run_id: str, signal: Step, kind: StepKind, act: Act) -> bool:
+        if signal.name not in open_signals(await self.store.steps(run_id)):
+            return False
+        async with self.store.transaction() as transaction:
+            return bool(await transaction.record(run_id, [Step(signal.name, kind, signal.value)], act=act))
+
     async def saga_status(self, run_id: str) -> SagaRecord | None:
         """Return where a saga stands, with each of its steps; None if there is no such saga."""
         found = await self.store.find(Query(ids=(run_id,)))
@@ -197,19 +273,16 @@ class WorkflowVerbs:
     async def restart(self, run_id: str, *, from_step: str, actor: str, reason: str) -> list[Step]:
         """Make a run go back: the named step and everything after it is done again.  Returns what was forgotten.
 
-        Whoever runs it now can no longer commit.  A dead run is reopened; one that is done stays so.
-        Effects of the forgotten steps are not undone, and what they sent is sent anew.
-        A saga that is being undone, or was, goes forward again: from the first of the steps that were undone, or from
-        before it, because what was undone must be done anew; later ones are refused with ``ConfigurationError``.
+        The worker that runs it now can no longer commit.  A dead run is reopened; one that is done stays so.
+        Effects of the forgotten steps are not undone, and what they sent is sent anew.  Children and commands that were
+        sent by them and have not ended are taken back in the same commit, unless they have keys of their own.
+        A saga that is being undone, or was, goes forward again: from the first of the steps whose undo was begun, or
+        from before it, because what was undone must be done anew.  A later step is refused with ``RestartError``, and
+        so is any step while an undo is running, in a worker or as a command; then nothing was changed.
         """
         refuse_inside("restart()")
         limits.check_bytes("from_step", from_step, limits.STEP_NAME_BYTES_MAX)
-        act = make_act(actor, reason)
-        async with self.store.transaction() as transaction:
-            if forgotten := await transaction.rewind(run_id, from_step, act):
-                _refuse_halves(from_step, forgotten)
-                await transaction.move([run_id], State.SCHEDULED, act)
-            return forgotten
+        return await restart(self.store, run_id, from_step, make_act(actor, reason))
 
 
 class DeclareWorkflow:
@@ -249,14 +322,3 @@ class DeclareStep(Protocol[P]):
     ) -> Callable[Concatenate[Context, P], Awaitable[R]]: ...
     @overload
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
-
-
-def _refuse_halves(from_step: str, forgotten: Sequence[Step]) -> None:
-    """Refuse to forget that a step was undone without forgetting that it was done."""
-    begun = [undo_name(line.name) for line in begun_steps(forgotten)]
-    known = tuple(text for name in begun for text in (f"{name}!", f"{name}/", f"{name}@"))
-    for line in forgotten:
-        if is_of_undo(line) and line.name not in begun and not line.name.startswith(known):
-            raise ConfigurationError(
-                f"{from_step}: an earlier step was undone already ({line.name}); restart from there or from before it"
-            )

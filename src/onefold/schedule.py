@@ -7,7 +7,7 @@ and it outlives messages and keys, so nothing fires a second time however late s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import Literal, NamedTuple
 
@@ -33,7 +33,7 @@ _GRACE = round(limits.CATCH_UP_GRACE_SECONDS * MICROSECONDS)
 Span = tuple[int, int]
 
 
-class Fire(msgspec.Struct, frozen=True):
+class Fire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One occurrence that was put as a message."""
 
     scheduled_for: int
@@ -41,8 +41,11 @@ class Fire(msgspec.Struct, frozen=True):
     message_id: str
 
 
-class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything about one schedule: what it is, and how far it has come."""
+class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Everything about one schedule: what it is, and how far it has come.
+
+    One with a field that this version does not know was written by a newer one, and is left to that.
+    """
 
     name: str
     timetable: Timetable
@@ -139,6 +142,24 @@ def plan(schedule: ScheduleRecord, now: int, ended_at: int | None = None) -> Pla
     )
 
 
+def begin_now(schedule: ScheduleRecord, now: int) -> ScheduleRecord:
+    """Let nothing fire that was meant for before now, and nothing that has fired already.
+
+    Now may be wrong, and so may the watermark be that a wrong clock has left behind.  So fire times that are passed
+    over are remembered as dropped, and those that were dropped stay so: they fire if the clock is set back among them.
+    """
+    awaiting = schedule.awaiting if isinstance(schedule.timetable, Delay) else None
+    if now < schedule.watermark:
+        return msgspec.structs.replace(schedule, rewound=now, awaiting=awaiting)
+    dropped = _longest([*schedule.dropped, (schedule.watermark, now + 1)])
+    return msgspec.structs.replace(schedule, watermark=now, dropped=dropped, rewound=None, awaiting=awaiting)
+
+
+def before(now: int) -> tuple[Span, ...]:
+    """Return what a new schedule has not fired: everything up to now, which a wrong clock may have told."""
+    return ((0, now + 1),)
+
+
 def _set_back(schedule: ScheduleRecord, now: int) -> Plan | None:
     """The clock was set back: what has fired does not fire again, what was dropped may fire in its time after all.
 
@@ -215,8 +236,12 @@ def _still_dropped(schedule: ScheduleRecord, timetable: Cron | Rate, found: _Cau
         inside = [one.scheduled_for for one in found.occurrences if start < one.scheduled_for < end]
         parts = [(start, inside[0]), (inside[-1], end)] if inside else [(start, end)]
         left += [part for part in parts if next(timetable.after(part[0]), part[1]) < part[1]]
-    # The longest matter most; which are forgotten is missed for good.
-    return tuple(sorted(sorted(left, key=lambda one: one[0] - one[1])[:_DROPPED_MAX]))
+    return _longest(left)
+
+
+def _longest(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return as many spans as are remembered: the longest matter most, and what is forgotten is missed for good."""
+    return tuple(sorted(sorted(spans, key=lambda one: one[0] - one[1])[:_DROPPED_MAX]))
 
 
 def _within(timetable: Cron | Rate, start: int, end: int) -> Iterator[int]:

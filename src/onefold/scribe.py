@@ -64,7 +64,8 @@ def _read_mailbox(lines: Sequence[Step]) -> tuple[dict[str, Step], tuple[Letter,
     """Return the signals by the name of their line, and those that were given to no wait yet."""
     told = {step.name: step for step in lines if step.kind is StepKind.SIGNAL}
     taken = {decode_text(step.value) for step in lines if step.kind is StepKind.TAKEN}
-    waiting = (step for name, step in told.items() if name not in taken)
+    dropped = {step.name for step in lines if step.kind is StepKind.VOID}
+    waiting = (step for name, step in told.items() if name not in taken and name not in dropped)
     return told, tuple(_letter(step) for step in waiting)
 
 
@@ -129,7 +130,8 @@ class _Scribe:
             within.append(_effect(effect, outcomes.get(effect.name)))
         whole = _Group()
         for step in lines:
-            name = _owner(step)
+            # A line beside a signal says what a person made of that.
+            name = None if step.kind in _EFFECTS and step.name in self._told else _owner(step)
             if name is not None and name.startswith(UNDO_PREFIX):
                 self._undos.setdefault(name.removeprefix(UNDO_PREFIX), []).append(step)
             elif name is not None:

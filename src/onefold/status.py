@@ -11,10 +11,14 @@ from datetime import datetime
 from enum import StrEnum
 
 from onefold.clock import MICROSECONDS, to_datetime
-from onefold.journal import Begun, decode_begun, decode_ended, decode_failure, decode_sent
+from onefold.errors import HandlerTimeoutError
+from onefold.journal import Begun, decode_begun, decode_ended, decode_failure, decode_retried, decode_sent
 from onefold.receipt import COMPENSATED
 from onefold.step import UNDO_PREFIX, Step, StepKind, asked_name
 from onefold.store import Ended, Failure, Record, State
+
+#: The type of the failure of a step that was given up because its time was over.
+_TIMEOUT = HandlerTimeoutError.__name__
 
 
 class SagaStatus(StrEnum):
@@ -192,7 +196,8 @@ def _outcome(name: str, found: dict[tuple[str, StepKind], Step]) -> tuple[StepSt
         return StepStatus.COMPLETED, line.at, None
     if (line := found.get((name, StepKind.FAILED))) is not None:
         if (name, StepKind.SENT) not in found:
-            return StepStatus.FAILED, line.at, decode_failure(line.value)
+            status = StepStatus.UNKNOWN if _timed_out(name, line, found) else StepStatus.FAILED
+            return status, line.at, decode_failure(line.value)
         ended = decode_ended(line.value)
         status = StepStatus.FAILED if ended.state.ended else StepStatus.UNKNOWN
         return status, line.at, ended.failure
@@ -203,6 +208,13 @@ def _outcome(name: str, found: dict[tuple[str, StepKind], Step]) -> tuple[StepSt
         return StepStatus.RUNNING, None, None
     at, ended = told[-1]
     return StepStatus.COMPLETED if ended.state is State.DONE else StepStatus.FAILED, at, ended.failure
+
+
+def _timed_out(name: str, failed: Step, found: dict[tuple[str, StepKind], Step]) -> bool:
+    """Whether a try of a local step was given up: what it had begun at the outside may still have happened."""
+    tries = [line for (one, kind), line in found.items() if kind is StepKind.RETRY and one.startswith(f"{name}!")]
+    failures = [decode_retried(line.value).failure for line in tries]
+    return any(one and one.error_type.endswith(_TIMEOUT) for one in (decode_failure(failed.value), *failures))
 
 
 def _is_of(sent: Step, ended: Ended) -> bool:

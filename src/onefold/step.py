@@ -43,6 +43,8 @@ class StepKind(IntEnum):
     UNDO = 13
     #: An undo has given up, and why.
     STUCK = 14
+    #: A step of a saga is about to be undone: from here on it counts as undone, though nothing may have happened yet.
+    UNDOING = 15
 
 
 #: What may be recorded by somebody who does not own the message.
@@ -71,6 +73,13 @@ class Note(msgspec.Struct, frozen=True, gc=False):
 
     message_id: str
     step: Step
+    #: The message is sent in the same commit, where another one may hold its key; that one is told instead.
+    started: bool = False
+
+
+def signal_of(line: Step) -> str:
+    """Return the name of the signal that a line tells."""
+    return line.name.partition("/")[0]
 
 
 def answer_line(name: str, restarts: int) -> str:

@@ -136,8 +136,8 @@ class Transaction(Protocol):
 
         By the owner, who gives its lease; raises ``LeaseLostError`` if the fence is not its any more.
         By somebody else, who gives the message's id and may record kinds of ``OUTSIDE`` only: what is new wakes the
-        message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that is
-        not there or has ended other than as a dead letter.
+        message if it is parked and enough has come.  Nothing is recorded, and nothing returned, for a message that has
+        ended other than as a dead letter; a signal to one that is not there raises ``SignalError``.
         By an operator, with an ``act``: any kind, unless the message is leased; one that is parked is scheduled.
         An ``UNDO`` takes the message even from whoever runs it: the fence rises, and it is scheduled unless it ended.
         """
@@ -148,6 +148,13 @@ class Transaction(Protocol):
 
         The fence rises, so whoever runs it cannot commit.  Signals stay.  A dead letter stays dead until it is moved.
         Returns what was removed; nothing is done to a message that has ended otherwise or has no such step.
+        """
+        ...
+
+    async def lock(self, ids: Sequence[str]) -> dict[str, State]:
+        """Return where messages stand, by id, and let nothing change that before the transaction ends.
+
+        A message that is not kept is left out.
         """
         ...
 

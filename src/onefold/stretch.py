@@ -26,26 +26,27 @@ from onefold.effects import Ledger
 from onefold.envelope import Envelope
 from onefold.errors import (
     HandlerError,
-    KeyReuseError,
     LeaseLostError,
     ReplayError,
     StepError,
     StepLimitError,
     StoreUnavailableError,
     UncertainError,
+    UnreadableSignalError,
 )
 from onefold.handling import end_strays, refuse_strays
 from onefold.holding import Hold, deadline_of, stopped_from_outside
 from onefold.inside import current
-from onefold.journal import Journal, Retried, decode_failure, encode
+from onefold.journal import Journal, Retried, decode_failure, decode_sent, encode
 from onefold.receipt import Receipt
 from onefold.retry import decide, failure_of
 from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
-from onefold.store import Dead, Failure, Lease, Parked, Transaction
+from onefold.store import Dead, Failure, Lease, Parked, Stored, Transaction
 from onefold.task import Call
 from onefold.threads import BusyError
 from onefold.tools import Tools
+from onefold.transaction import leave
 
 logger = logging.getLogger("onefold")
 
@@ -188,6 +189,13 @@ class Stretch:
         if self.parking:
             raise Parking
 
+    def give_up(self, error: HandlerError) -> BaseException:
+        """Return what to raise when nothing can be done before a person has acted; a rehearsal only stops there."""
+        if self._hold is None:
+            return self._stop()
+        self.over = error
+        return error
+
     def find(self, name: str, kind: StepKind, fingerprint: bytes) -> Step | None:
         """Return a line of the journal; one that was recorded for other arguments ends the stretch."""
         try:
@@ -212,6 +220,9 @@ class Stretch:
         self.refuse()
         with self.fatal:
             self.journal.pause(branch.get())
+        if self.journal.keyed:
+            # Under which ids they are kept is known when they are put, and the journal is to say so.
+            await self.record([])
         self._waits.append(wait)
         parking = self._stop()
         if not self.parking:
@@ -358,9 +369,11 @@ class Stretch:
     ) -> list[Step]:
         store, recorded = self.tools.store, list[Step]()
 
+        stored: list[Stored] = []
+
         async def write(transaction: Transaction) -> None:
-            recorded.extend(await transaction.record(self.lease, lines))
-            await leave(transaction, sends, notes)
+            stored.extend(await leave(transaction, sends, notes))
+            recorded.extend(await transaction.record(self.lease, resolved(lines, sends, stored)))
 
         if context is not None and context.in_transaction:
             await context.commit_with(write)
@@ -369,6 +382,7 @@ class Stretch:
                 await write(transaction)
         else:
             return await store.record(self.lease, lines)
+        self.journal.confirm(sends, stored)
         return recorded
 
     # steps
@@ -503,14 +517,17 @@ class _Fatal:
             self._stretch.over = error
 
 
-async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequence[Note]) -> None:
-    """Let messages and signals leave with a transaction; a key that belongs to another payload fails it."""
-    if sends:
-        for envelope, stored in zip(sends, await transaction.put(sends), strict=True):
-            if stored.clash:
-                raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
-    for note in notes:
-        await transaction.record(note.message_id, [note.step])
+def resolved(lines: Sequence[Step], sends: Sequence[Envelope], stored: Sequence[Stored]) -> list[Step]:
+    """Return lines with the ids under which the messages that leave with them are kept."""
+    kept = {envelope.id: one.id for envelope, one in zip(sends, stored, strict=True) if envelope.id != one.id}
+    return [_resolve(line, kept) if kept and line.kind is StepKind.SENT else line for line in lines]
+
+
+def _resolve(line: Step, kept: Mapping[str, str]) -> Step:
+    sent = decode_sent(line.value)
+    if sent.id not in kept:
+        return line
+    return msgspec.structs.replace(line, value=encode(msgspec.structs.replace(sent, id=kept[sent.id])))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -541,6 +558,7 @@ FOR_A_PERSON: dict[type[HandlerError], str] = {
     ReplayError: "replay",
     UncertainError: "uncertain",
     StepLimitError: "too many steps",
+    UnreadableSignalError: "unreadable signal",
 }
 
 

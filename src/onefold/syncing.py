@@ -70,7 +70,7 @@ class SyncVerbs:
         """Return how many dead letters there are of each type and kind of error, and since when; the most first."""
         return self._run(lambda: self.app.dead_groups(queue=queue))
 
-    def redrive(self, ids: Sequence[str], *, actor: str, reason: str) -> list[str]:
+    def redrive(self, ids: str | Sequence[str], *, actor: str, reason: str) -> list[str]:
         """Reopen dead letters in one commit; returns the ids this call reopened."""
         return self._run(lambda: self.app.redrive(ids, actor=actor, reason=reason))
 
@@ -312,6 +312,18 @@ class SyncVerbs:
         """Tell a run something; it goes on if it waits for that.  See ``App.signal``."""
         return self._run(lambda: self.app.signal(run_id, name, value, id=id))
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> SyncReceipt[R]:
+        """Start a run unless one holds its key, and tell it something; see ``App.signal_with_start``."""
+        receipt = self._run(lambda: self.app.signal_with_start(call, name, value, id=id))
+        return SyncReceipt(receipt, self._portal)
+
     def journal(self, run_id: str) -> list[Step]:
         """Return what a run has done, in the order in which it was written down."""
         return self._run(lambda: self.app.journal(run_id))
@@ -331,6 +343,23 @@ class SyncVerbs:
         return self._run(
             lambda: self.app.resolve(message_id, name, happened=happened, value=value, actor=actor, reason=reason)
         )
+
+    def drop_signal(self, run_id: str, name: str, id: str, *, actor: str, reason: str) -> bool:  # noqa: A002
+        """Take a signal out of a run's mailbox; see ``App.drop_signal``."""
+        return self._run(lambda: self.app.drop_signal(run_id, name, id, actor=actor, reason=reason))
+
+    def replace_signal(
+        self,
+        run_id: str,
+        name: str,
+        id: str,  # noqa: A002
+        value: Any,
+        *,
+        actor: str,
+        reason: str,
+    ) -> bool:
+        """Give a signal in a run's mailbox another value; see ``App.replace_signal``."""
+        return self._run(lambda: self.app.replace_signal(run_id, name, id, value, actor=actor, reason=reason))
 
     def saga_status(self, run_id: str) -> SagaRecord | None:
         """Return where a saga stands, with each of its steps; None if there is no such saga."""

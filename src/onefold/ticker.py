@@ -17,7 +17,7 @@ import msgspec
 from onefold import limits
 from onefold.clock import MICROSECONDS, Clock, new_id, to_datetime
 from onefold.envelope import Envelope, Occurrence
-from onefold.errors import StoreUnavailableError
+from onefold.errors import StoreError, StoreUnavailableError
 from onefold.recurring import Complete, declared_schedules, encoded, keep_schedule, message_for, read_schedules
 from onefold.registry import Registry
 from onefold.schedule import KIND, Fire, Plan, ScheduleRecord, occurrence_key, plan
@@ -100,7 +100,13 @@ class Ticker:
         if self._registry.recurring:
             now = await self._store.now()
             for wanted in declared_schedules(self._registry, now):
-                await keep_schedule(self._store, wanted)
+                try:
+                    await keep_schedule(self._store, wanted)
+                except StoreUnavailableError:
+                    raise
+                except StoreError as error:
+                    # Written by a newer version, whose workers take care of it; the others are declared all the same.
+                    logger.warning("schedule_unreadable schedule=%s error=%s", wanted.name, error)
         self._declared = True
 
     def _is_mine(self, schedule: ScheduleRecord) -> bool:

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
+
 from onefold.envelope import Envelope, derived_key, refuse_reserved
-from onefold.errors import ConfigurationError, HandlerError, KeyReuseError, TransactionOpenError
+from onefold.errors import ConfigurationError, HandlerError, KeyReuseError, SignalError, TransactionOpenError
 from onefold.inside import current
 from onefold.journal import signal_note
 from onefold.receipt import Receipt
-from onefold.step import Note
+from onefold.step import Note, signal_of
 from onefold.store import Stored, Transaction
 from onefold.task import Call, Sendable
 from onefold.topic import Publishable
@@ -78,6 +80,14 @@ class Buffer:
             id_ = self._fresh_id()
         self.notes.append(signal_note(run_id, name, value, id_ or ""))
 
+    def start(self, call: Call[R], name: str, value: Any, id_: str | None) -> Receipt[R]:
+        """Buffer a run and a signal for it, or for the run that holds its key when the commit comes."""
+        refuse_task(call)
+        receipt = self.add(call)
+        self.tell(self.envelopes[-1].id, name, value, id_)
+        self.notes[-1] = msgspec.structs.replace(self.notes[-1], started=True)
+        return receipt
+
     def _refuse_late(self) -> None:
         if self._closed:
             raise HandlerError("the handler or transaction is over, so this message would never leave; await its tasks")
@@ -91,6 +101,8 @@ class Buffer:
         envelope, receipt = self._prepare(call, self._parent, self.unkeyed)
         if call.key is None:
             self.unkeyed += 1
+        if is_keyed(call):
+            receipt.withhold()
         self.envelopes.append(envelope)
         self.receipts.append(receipt)
         return receipt
@@ -105,6 +117,10 @@ class Buffer:
         """Take no more: what comes from now on would be lost without a word."""
         self._closed = True
 
+    async def leave(self, transaction: Transaction) -> list[Stored]:
+        """Put and record what is buffered, as the last thing in a transaction."""
+        return await leave(transaction, self.envelopes, self.notes)
+
     def refuse_clashes(self, stored: Sequence[Stored]) -> None:
         """Raise ``KeyReuseError`` for the first message whose key belongs to another payload."""
         for envelope, one in zip(self.envelopes, stored, strict=True):
@@ -116,6 +132,34 @@ class Buffer:
         log_duplicates(self.envelopes, stored)
         for receipt, one in zip(self.receipts, stored, strict=True):
             receipt.confirm(one)
+
+
+async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequence[Note]) -> list[Stored]:
+    """Let messages and signals leave with a transaction; a key that belongs to another payload fails it.
+
+    A signal for a run that is sent with it goes to the run that holds the key, which may be another one.
+    """
+    stored = await transaction.put(sends) if sends else []
+    for envelope, one in zip(sends, stored, strict=True):
+        if one.clash:
+            raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
+    kept = {envelope.id: one.id for envelope, one in zip(sends, stored, strict=True)}
+    for note in notes:
+        run_id = kept[note.message_id] if note.started else note.message_id
+        if not await transaction.record(run_id, [note.step]) and note.started:
+            raise SignalError.ended(run_id, signal_of(note.step))
+    return stored
+
+
+def is_keyed(call: Call[Any]) -> bool:
+    """Whether another message may hold what the call is known by, so that its own message is never stored."""
+    return call.key is not None or call.options.get("deduplicate") is not None
+
+
+def refuse_task(call: Call[Any]) -> None:
+    """Refuse to signal what takes no signals."""
+    if not call.task.pinned:
+        raise ConfigurationError(f"{call.task.name} is no workflow, so it waits for no signals; send it instead")
 
 
 class AppTransaction:
@@ -151,9 +195,24 @@ class AppTransaction:
         """Tell a run something if the transaction commits; ``id`` makes a second one with it the same signal."""
         self._buffer.tell(run_id, name, value, id)
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, if the transaction commits."""
+        return self._buffer.start(call, name, value, id)
+
     def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
         """Send a signal; what ``await app.signal(…)`` does inside the block."""
         self._buffer.tell(run_id, name, value, id_)
+
+    def start(self, call: Call[R], name: str, value: Any, id_: str | None) -> Receipt[R]:
+        """Start or find a run and tell it something; what ``await app.signal_with_start(…)`` does inside the block."""
+        return self._buffer.start(call, name, value, id_)
 
     def add(self, call: Call[R]) -> Receipt[R]:
         """Send an encoded call; what ``await task.send(…)`` does inside the block."""

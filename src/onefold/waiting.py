@@ -143,6 +143,17 @@ class SyncTransaction:
         """Tell a run something if the transaction commits; ``id`` makes a second one with it the same signal."""
         self._transaction.signal(run_id, name, value, id=id)
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> SyncReceipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, if the transaction commits."""
+        return SyncReceipt(self._transaction.signal_with_start(call, name, value, id=id), self._portal)
+
     def add(self, call: Call[R]) -> SyncReceipt[R]:
         """Send an encoded call; what ``task.send(…)`` does inside the block."""
         return SyncReceipt(self._transaction.add(call), self._portal)

@@ -121,6 +121,17 @@ class Work:
         """Tell a run something if this handler succeeds."""
         self.buffer.tell(run_id, name, value, id)
 
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, if this handler succeeds."""
+        return self.buffer.start(call, name, value, id)
+
     def after(self, function: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Await ``function(…)`` after the commit, for what may also be missed: a cache to refresh, a page to ping.
 
@@ -176,6 +187,10 @@ class Work:
     def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:
         """Send a signal; what ``await app.signal(…)`` does inside a handler."""
         self.buffer.tell(run_id, name, value, id_)
+
+    def start(self, call: Call[R], name: str, value: Any, id_: str | None) -> Receipt[R]:
+        """Start or find a run and tell it something; what ``await app.signal_with_start(…)`` does inside a handler."""
+        return self.buffer.start(call, name, value, id_)
 
     def refuse(self, verb: str) -> None:
         """Refuse a verb that commits by itself, once the transaction has begun."""

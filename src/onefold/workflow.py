@@ -24,9 +24,11 @@ from onefold.context import Context
 from onefold.envelope import derived_key, refuse_reserved
 from onefold.errors import (
     ConfigurationError,
+    DecodeError,
     HandlerError,
     SignalTimeoutError,
     TransactionOpenError,
+    UnreadableSignalError,
     seconds,
 )
 from onefold.inside import current
@@ -39,6 +41,7 @@ from onefold.store import State, Stored
 from onefold.stretch import Raised, Stretch, Wait, branch
 from onefold.task import BoundTask, Call, Sender, Task, takes_first
 from onefold.topic import Publishable
+from onefold.transaction import is_keyed, refuse_task
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -210,7 +213,11 @@ class Run:
         with stretch.fatal:
             step = journal.take_signal(name, signal)
         if step is not None:
-            return codec.decode(step.value)
+            try:
+                return codec.decode(step.value)
+            except DecodeError as error:
+                id_ = step.name.removeprefix(f"{signal}/")
+                raise stretch.give_up(UnreadableSignalError(self.id, signal, id_, error.problem)) from error
         late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
         if taken is not None:
             raise stretch.failing(name, late)
@@ -254,6 +261,30 @@ class Run:
         self._stretch.begin(name)
         self._journal.pending.append(Step(name, StepKind.SENT, encode(Sent(envelope.id)), call.fingerprint))
         self._journal.sends.append(envelope)
+        if is_keyed(call):
+            receipt.withhold()
+            self._journal.keyed[envelope.id] = receipt.confirm
+        return receipt
+
+    def signal_with_start(
+        self,
+        call: Call[R],
+        name: str,
+        value: Any = None,
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> Receipt[R]:
+        """Start a run, or find the one that holds its key, and tell it something, with what the run records next."""
+        return self.start(call, name, value, id)
+
+    def start(self, call: Call[R], name: str, value: Any, id_: str | None) -> Receipt[R]:
+        """Start or find a run and tell it something; what ``await app.signal_with_start(…)`` does in a workflow."""
+        refuse_task(call)
+        receipt, journal = self.add(call), self._journal
+        told = len(journal.notes)
+        # On a replay both are in the journal, and the signal names no message then.
+        self.tell(journal.sends[-1].id if journal.sends else "-", name, value, id_)
+        journal.notes[told:] = [msgspec.structs.replace(note, started=True) for note in journal.notes[told:]]
         return receipt
 
     def tell(self, run_id: str, name: str, value: Any, id_: str | None) -> None:

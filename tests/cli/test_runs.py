@@ -153,6 +153,21 @@ def test_signals_bring_a_run_to_its_end_and_early_ones_lie_in_the_mailbox(module
         run("runs", "signal", id_, "go", module)
 
 
+def test_a_signal_in_the_mailbox_is_replaced_or_dropped(module: str) -> None:
+    """M26: what a person does about a signal that the run cannot read."""
+    (id_,) = started(module, 7)
+    for signal_id in ("one", "two"):
+        run("runs", "signal", id_, "go", module, "--id", signal_id)
+    command = [id_, module, "--signal", "go", "--reason", "wrong form"]
+    assert "freed of the signal" in run("runs", "drop-signal", *command, "--id", "one")
+    shown = run("runs", "show", id_, module)
+    assert "mailbox go two" in shown
+    assert "go one" not in shown
+    assert "given the signal" in run("runs", "replace-signal", *command, "--id", "two", "--value", "7")
+    with pytest.raises(ConfigurationError, match="no such signal"):
+        run("runs", "drop-signal", *command, "--id", "one")
+
+
 async def _nothing(_: App) -> None:
     pass
 

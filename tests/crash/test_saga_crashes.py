@@ -111,9 +111,12 @@ JOURNAL = [
     "hire#1 BEGUN",
     "hire#1 FAILED",
     "undo#0 UNDO",
+    "undo:hire#1 UNDOING",
     "undo:hire#1 RESULT",
+    "undo:pay#1 UNDOING",
     "undo:pay#1 SENT",
     "undo:pay#1 CHILD",
+    "undo:hold#1 UNDOING",
     "undo:hold#1 RESULT",
 ]
 

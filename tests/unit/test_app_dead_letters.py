@@ -329,3 +329,18 @@ def test_letters_are_counted_by_type_and_error_with_the_oldest_of_each(bench: Be
         assert [one.message_type for one in await bench.app.dead_groups(queue="mail")] == ["post"]
 
     bench.run(scenario)
+
+
+def test_one_id_is_redriven_as_one(sqlite_bench: Bench) -> None:
+    """A text is a sequence of characters, and none of those is an id."""
+
+    @sqlite_bench.app.task(queue="mail")
+    async def fail() -> None:
+        raise Reject("never")
+
+    async def scenario() -> None:
+        receipt = await fail.send()
+        assert await sqlite_bench.app.work(queues="mail", until_idle=True) == 1
+        assert await sqlite_bench.app.redrive(receipt.id, actor="ada", reason="try") == [receipt.id]
+
+    sqlite_bench.run(scenario)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onefold import App, ConfigurationError, LimitError, Query, State, TransactionOpenError
+from onefold.clock import give_way
 from onefold.debounce import Debounced
 
 if TYPE_CHECKING:
@@ -140,6 +141,56 @@ def test_a_trigger_whose_carrier_was_cancelled_is_carried_by_the_next(bench: Ben
         await quiet.trigger(7, "b")
         await pass_time(bench, 30)
         assert sent == ["7: b"]
+
+    bench.run(scenario)
+
+
+def test_a_burst_from_several_processes_loses_no_trigger(store_url: str) -> None:
+    """M28: those of one process are written together, and the processes give way to each other."""
+    apps = [App(store_url) for _ in range(3)]
+    ways = [declare(app)[0] for app in apps]
+
+    async def scenario() -> None:
+        await apps[0].migrate()
+        async with apps[0], apps[1], apps[2]:
+            triggers = [way.trigger(7, f"{number}") for number in range(70) for way in ways]
+            assert len(await asyncio.gather(*triggers)) == 210
+            (carrier,) = await apps[0].find(Query(states=(State.SCHEDULED,)))
+            assert carrier.envelope.message_type != "digest"
+        assert not any(way._queues for way in ways)
+
+    asyncio.run(scenario())
+
+
+def test_a_trigger_that_is_given_up_fails_none_of_those_that_wait_with_it(bench: Bench) -> None:
+    """M28: the one that writes for all may be cancelled; the next one writes then."""
+    quiet, sent = declare(bench.app)
+
+    async def scenario() -> None:
+        first, *others = (asyncio.ensure_future(quiet.trigger(7, note)) for note in "abc")
+        await give_way()
+        first.cancel()
+        assert len(await asyncio.gather(*others)) == 2
+        await pass_time(bench, 30)
+        assert sent == ["7: c"]
+
+    bench.run(scenario)
+
+
+@pytest.mark.parametrize("every", [10, 29])
+def test_a_busy_key_that_lost_its_carrier_is_heard_again(bench: Bench, every: int) -> None:
+    """M28: once what was triggered first is overdue, the next trigger finds that its carrier has ended."""
+    quiet, sent = declare(bench.app)
+
+    async def scenario() -> None:
+        await quiet.trigger(7, "first")
+        (carrier,) = await bench.messages()
+        assert await bench.app.cancel(carrier.envelope.id, actor="ada", reason="a mistake")
+        for _ in range(round(AT_MOST.total_seconds()) // every + 2):
+            await pass_time(bench, every)
+            await quiet.trigger(7, "again")
+        await pass_time(bench, 1)
+        assert sent
 
     bench.run(scenario)
 

@@ -319,6 +319,7 @@ MACHINERY = {
     "roll_back",
     "sends",
     "tasks",
+    "start",
     "tell",
     "uncertain",
 }
@@ -1315,4 +1316,5 @@ def test_only_what_a_worker_needs_is_public_beside_the_verbs() -> None:
         "send",
         "send_many",
         "signal",
+        "signal_with_start",
     }

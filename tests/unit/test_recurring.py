@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from onefold import App, ConfigurationError, Context, Envelope, EnvelopeError, Query, Reject, State, Task, limits
 from onefold.clock import MICROSECONDS, give_way, to_datetime, to_instant
+from onefold.errors import StoreError
 from onefold.options import TaskOptions, TaskSettings
-from onefold.recurring import begin_now, template_of
-from onefold.schedule import Catchup, Plan, ScheduleRecord, decode_schedule, encode_schedule, plan
+from onefold.recurring import template_of
+from onefold.schedule import Catchup, Plan, ScheduleRecord, before, begin_now, decode_schedule, encode_schedule, plan
 from onefold.stores import open_store
 from onefold.stores.sqlite import SQLiteStore
 from onefold.testing import FakeClock, HastyClock
@@ -185,30 +186,98 @@ class Machine:
 
 errors = st.sampled_from([-366 * DAY, -HOUR, -20 * MINUTE, 0, 20 * MINUTE, HOUR, 366 * DAY])
 lengths = st.sampled_from([SECOND, 10 * MINUTE, 3 * HOUR, 2 * DAY])
-#: By how much the clock is wrong, for how long, how often somebody looks, and whether it is set right in between.
-passing = st.tuples(errors, lengths, st.sampled_from([HOUR // 6, DAY]), st.booleans())
+#: By how much the clock is wrong, for how long, how often somebody looks, whether it is set right in between, and
+#: whether a person pauses and resumes the schedule before that or after it.
+passing = st.tuples(
+    errors, lengths, st.sampled_from([HOUR // 6, DAY]), st.booleans(), st.sampled_from(["", "before", "after"])
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["skip", "last", "all"]), st.lists(passing, max_size=5))
 def test_a_clock_that_is_set_fires_nothing_twice_and_silences_nothing(
-    catchup: Catchup, history: list[tuple[int, int, int, bool]]
+    catchup: Catchup, history: list[tuple[int, int, int, bool, str]]
 ) -> None:
-    """Fault 11: the clock is wrong by an hour or a year for a while, and is set right again."""
+    """Fault 11, M29: the clock is wrong by an hour or a year for a while, and is set right again."""
     window = 40 * DAY if catchup == "all" else None
     machine = Machine(schedule(Cron("0 */2 * * *", "Europe/Berlin"), catchup, window))
     machine.tick()
-    for wrong, length, step, set_right in history:
+    for wrong, length, step, set_right, resumed in history:
         machine.wrong = wrong
         machine.tick()
         machine.pass_time(length, step)
+        if resumed == "before":
+            machine.record = begin_now(machine.record, machine.now)
         machine.wrong = 0 if set_right else wrong
         machine.tick()
+        if resumed == "after":
+            machine.record = begin_now(machine.record, machine.now)
     machine.wrong, began = 0, machine.time
     machine.tick()
     machine.pass_time(DAY, HOUR // 6)
     timetable = machine.record.timetable
     assert set(takewhile(lambda fire: fire <= machine.time, timetable.after(began))) <= set(machine.fired)
+
+
+@pytest.mark.parametrize("how", ["resumed after", "resumed during", "changed", "made during"])
+def test_a_clock_that_was_wrong_for_a_moment_silences_nothing(how: str) -> None:
+    """M29: whatever a person did meanwhile or afterwards, the schedule goes on at once, and not after a year."""
+    ahead = 366 * DAY
+    machine = Machine(schedule(Cron("0 * * * *", "UTC")))
+    machine.pass_time(2 * HOUR, HOUR // 6)
+    machine.wrong = ahead
+    if how == "resumed during":
+        machine.record = begin_now(machine.record, machine.now)
+    elif how == "made during":
+        now = machine.now
+        machine.record = msgspec.structs.replace(machine.record, watermark=now, made_at=now, dropped=before(now))
+    else:
+        machine.tick()
+    machine.wrong = 0
+    machine.tick()
+    if how == "resumed after":
+        machine.record = begin_now(machine.record, machine.now)
+    elif how == "changed":
+        machine.record = begin_now(
+            msgspec.structs.replace(machine.record, timetable=Cron("*/30 * * * *", "UTC")), machine.now
+        )
+    began = machine.time
+    machine.pass_time(DAY, HOUR // 6)
+    due = set(takewhile(lambda fire: fire <= machine.time, machine.record.timetable.after(began)))
+    assert due <= set(machine.fired)
+
+
+def test_a_schedule_of_a_newer_version_is_not_changed(bench: Bench) -> None:
+    """What this version does not know of would be lost; removing the schedule is possible."""
+
+    @bench.app.task
+    async def report() -> None: ...
+
+    @bench.app.recurring("0 3 * * *", name="daily")
+    async def daily() -> None: ...
+
+    async def scenario() -> None:
+        app = bench.app
+        async with app.store.transaction() as transaction:
+            assert await transaction.register("schedule", "daily", b'{"holidays":"DE"}', version=0)
+        await bench.work()  # a worker of this version leaves its own one alone, and works
+        made = await app.schedule(report.call(), "0 3 * * *", name="report")
+        entry = await app.store.registered("schedule", "report")
+        assert entry is not None
+        newer = entry.value[:-1] + b',"holidays":"DE"}'
+        async with app.store.transaction() as transaction:
+            assert await transaction.register("schedule", "report", newer, version=entry.version)
+        for change in (made.pause, lambda: app.schedule(report.call(), "0 4 * * *", name="report")):
+            with pytest.raises(StoreError, match="written by another version of onefold"):
+                await change()
+        assert await app.schedules() == {}
+        kept = await app.store.registered("schedule", "report")
+        assert kept is not None
+        assert kept.value == newer
+        assert await app.unschedule("report")
+        assert not await app.unschedule("report")
+
+    bench.run(scenario)
 
 
 def test_a_clock_set_back_within_what_has_fired_waits_for_its_time_to_come_again() -> None:
@@ -237,7 +306,9 @@ def test_beginning_now_forgets_the_past_and_keeps_what_has_fired() -> None:
     record = msgspec.structs.replace(schedule(), dropped=((1, 2),), rewound=7, awaiting="m")
     assert begin_now(record, START + HOUR).watermark == START + HOUR
     assert begin_now(record, START - HOUR).watermark == START
-    assert begin_now(record, START).dropped == ()
+    assert begin_now(record, START + HOUR).dropped == ((1, 2), (START, START + HOUR + 1))
+    assert begin_now(record, START - HOUR).rewound == START - HOUR
+    assert begin_now(record, START).rewound is None
     assert begin_now(record, START).awaiting is None
     assert begin_now(msgspec.structs.replace(record, timetable=Delay(5)), START).awaiting == "m"
 

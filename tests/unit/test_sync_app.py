@@ -87,8 +87,8 @@ def effects(app: SyncApp) -> list[str]:
 #: What stays asynchronous, and what belongs to workers and other machinery.
 ELSEWHERE: dict[type, set[str]] = {
     App: {"announce", "dispatch", "fresh_id", "store", "work_as"},
-    AppTransaction: {"connection", "refuse", "tell"},
-    Receipt: {"confirm"},
+    AppTransaction: {"connection", "refuse", "start", "tell"},
+    Receipt: {"confirm", "withhold"},
     DeadLetter: set(),
     Schedule: set(),
     Debounced: {"carry"},

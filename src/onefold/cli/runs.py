@@ -37,6 +37,9 @@ from onefold.store import Record, State
 runs = typer.Typer(help="Show workflows, tell them something, and move them by hand.", no_args_is_help=True)
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, which is its message's.")]
+SignalName = Annotated[str, typer.Option("--signal", help="The signal's name, as in the mailbox of runs show.")]
+SignalId = Annotated[str, typer.Option("--id", help="The signal's id, as in the mailbox of runs show.")]
+_NO_SIGNAL = "has no such signal in its mailbox, or it runs or has ended"
 States = Annotated[list[str] | None, typer.Option("--state", help="Only this state; may be given several times.")]
 Age = Annotated[str | None, typer.Option(help="Such as 90s, 15m, 2h or 3d.")]
 
@@ -236,6 +239,56 @@ def restart(
     if not names:
         raise ConfigurationError(f"run {run} has ended or has no step {from_step!r}; see onefold runs show {run}")
     say({"run": run, "forgotten": names}, as_json, f"{run} goes back to {from_step}; forgotten: {', '.join(names)}")
+
+
+@runs.command("drop-signal")
+def drop_signal(
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    signal: SignalName,
+    signal_id: SignalId,
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Take a signal out of a run's mailbox, for instance one that it cannot read; the run looks what is left."""
+    _act(
+        app,
+        url,
+        lambda opened: opened.drop_signal(run, signal, signal_id, actor=who(actor), reason=reason),
+        run,
+        as_json,
+        "freed of the signal",
+        _NO_SIGNAL,
+    )
+
+
+@runs.command("replace-signal")
+def replace_signal(
+    run: RunId,
+    app: AppOrUrl = None,
+    url: Url = None,
+    *,
+    signal: SignalName,
+    signal_id: SignalId,
+    value: Annotated[str, typer.Option(help="The value it is to have, as JSON.")],
+    actor: Actor = None,
+    reason: Reason,
+    as_json: AsJson = False,
+) -> None:
+    """Give a signal in a run's mailbox another value, for instance one that the run can read."""
+    told = read_json("--value", value)
+    _act(
+        app,
+        url,
+        lambda opened: opened.replace_signal(run, signal, signal_id, told, actor=who(actor), reason=reason),
+        run,
+        as_json,
+        "given the signal",
+        _NO_SIGNAL,
+    )
 
 
 # on the way to the store and back

@@ -53,7 +53,7 @@ def waits_of(chronicle: Chronicle, now: datetime) -> list[str]:
 
 
 #: Why a message is parked, when nothing but a person helps.
-_FOR_A_PERSON = ("uncertain", "replay", "stuck")
+_FOR_A_PERSON = ("uncertain", "replay", "stuck", "unreadable signal")
 
 
 def _wait(entry: Entry, now: datetime) -> str:

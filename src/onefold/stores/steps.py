@@ -5,15 +5,16 @@ All of it is pure: the stores read and write the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from onefold import limits
-from onefold.errors import LeaseLostError, LimitError
-from onefold.step import OUTSIDE, UNDONE, Note, Step, StepKind, asked_name, child_line
+from onefold.errors import LeaseLostError, LimitError, SignalError
+from onefold.step import OUTSIDE, UNDONE, Note, Step, StepKind, asked_name, child_line, signal_of
 from onefold.store import Dead, Done, Ended, Failure, Fenced, Lease, Outcome, Parked, State
 
 _encode = msgspec.json.Encoder().encode
@@ -46,6 +47,25 @@ def reply(reply_to: str, replay_count: int, ended: Ended) -> Note:
     """Return the line by which a child tells its parent how it ended."""
     parent, _, name = reply_to.partition("/")
     return Note(parent, Step(child_line(name, replay_count), StepKind.CHILD, _encode(ended)))
+
+
+def addressed(notes: Iterable[Note], kept: Mapping[str, str]) -> list[Note]:
+    """Return the notes with the ids under which the messages that were put with them are kept."""
+    return [replace(note, message_id=kept[note.message_id]) if note.started else note for note in notes]
+
+
+def refuse_unheard(notes: Iterable[Note], heard: Collection[str]) -> None:
+    """Refuse a signal to the run that holds a key, when that run has ended: nothing was started instead."""
+    for note in notes:
+        if note.started and note.message_id not in heard:
+            raise SignalError.ended(note.message_id, signal_of(note.step))
+
+
+def refuse_unknown(message_id: str, steps: Iterable[Step]) -> None:
+    """Refuse a signal to a message that is not in the store; the end of a child may come later than its parent's."""
+    for step in steps:
+        if step.kind is StepKind.SIGNAL:
+            raise SignalError.unknown(message_id, signal_of(step))
 
 
 def by_message(notes: Iterable[Note]) -> dict[str, list[Step]]:

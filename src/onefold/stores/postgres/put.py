@@ -222,9 +222,13 @@ class Putter:
                 free.append((e, wanted))
                 continue
             name, holder, verdict = held
+            answer = await self._report(holder, verdict, options)
+            if answer is None:
+                undecided.update(names)
+                continue
             if verdict is Verdict.DUPLICATE:
                 suppressed.append(name)
-            answers[e.id] = await self._report(holder, verdict, options)
+            answers[e.id] = answer
             if holder.state is State.DEAD and answers[e.id].state is not State.DEAD:
                 _reopen(holders, holder.message_id)
         for times, those in _by_number(suppressed):
@@ -242,12 +246,22 @@ class Putter:
         lost = [wanted for e, wanted in free if e.id not in answers]
         await self._drop([one for wanted in lost for one in wanted if (one.message_id, one.name[2]) in won])
 
-    async def _report(self, holder: Holder, verdict: Verdict, options: PutOptions) -> Stored:
+    async def _report(self, holder: Holder, verdict: Verdict, options: PutOptions) -> Stored | None:
+        """Say who holds the key; a dead letter is reopened if the sender wants that.
+
+        None when the letter was closed since the keys were read, so that its key may be free: it is judged again.
+        """
         state = holder.state or State.SCHEDULED
         duplicate = verdict is Verdict.DUPLICATE
-        redrive = duplicate and options.if_dead == "redrive" and state is State.DEAD
-        if redrive and await self._redrive(holder.message_id):
-            state = State.SCHEDULED
+        if duplicate and options.if_dead == "redrive" and state is State.DEAD:
+            if await self._redrive(holder.message_id):
+                state = State.SCHEDULED
+            else:
+                # Reopened or closed by another, or dead for too long.
+                rows = await self._wire.rows("lock", {"ids": ids([holder.message_id])})
+                state = next((State(number) for _, number in rows), State.DISCARDED)
+                if state is State.DISCARDED:
+                    return None
         return Stored(holder.message_id, state, duplicate=duplicate, clash=verdict is Verdict.CLASH)
 
     async def _holders(self, names: Iterable[_Name]) -> tuple[dict[_Name, Holder], int]:

@@ -42,13 +42,15 @@ from onefold.stores.postgres.settlements import (
 from onefold.stores.postgres.steps import Steps, lines_of
 from onefold.stores.postgres.wire import Named, Speaker
 from onefold.stores.rows import attempt_of, progress_of, record_of
-from onefold.stores.steps import notes_of
+from onefold.stores.steps import addressed, notes_of
 
 #: Comes before every id.
 FIRST_ID = "00000000-0000-0000-0000-000000000000"
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
+#: Looks for messages to be locked: one that ends meanwhile is found by the second.
+_LOOKS = 2
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
@@ -95,11 +97,13 @@ class Session:
         answers = await self._putter.contest(list({e.id: e for e in envelopes}.values()), PutOptions())
         return [answers[e.id] for e in envelopes]
 
-    async def put_sends(self, envelopes: Sequence[Envelope]) -> None:
-        """Put what handlers sent; a key that clashes fails the handler that sent it."""
-        for e, stored in zip(envelopes, await self.put(envelopes, PutOptions()), strict=True):
+    async def put_sends(self, envelopes: Sequence[Envelope]) -> dict[str, str]:
+        """Put what handlers sent and return under which id each is kept; a key that clashes fails its handler."""
+        answers = await self.put(envelopes, PutOptions())
+        for e, stored in zip(envelopes, answers, strict=True):
             if stored.clash:
                 raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+        return {e.id: stored.id for e, stored in zip(envelopes, answers, strict=True)}
 
     async def _redrive(self, message_id: str) -> bool:
         act = Act(actor="sender", reason="sent again with if_dead='redrive'")
@@ -150,12 +154,12 @@ class Session:
 
     async def _bring_more(self, held: Sequence[Settlement]) -> None:
         """Write what leaves with these settlements: messages, lines of their own journals, and lines for others."""
-        if sends := sends_of(held):
-            await self.put_sends(sends)
+        sends = sends_of(held)
+        kept = await self.put_sends(sends) if sends else {}
         if own := lines_of(held):
             await self.journals.write(own)
         if notes := notes_of(held):
-            await self.journals.tell(notes)
+            await self.journals.tell(addressed(notes, kept))
 
     def _passing(self, ending: Sequence[Settlement]) -> Named:
         """Return what lets those through who wait for these numbers."""
@@ -205,6 +209,17 @@ class Session:
         return lost
 
     # operators
+
+    async def lock(self, message_ids: Sequence[str]) -> dict[str, State]:
+        """Return where messages stand, and hold their rows."""
+        given = [message_id for message_id in message_ids if _ID.fullmatch(message_id)]
+        found: dict[str, State] = {}
+        # One that ended while the statement waited for its row is seen by the next statement only.
+        for _ in range(_LOOKS):
+            if missing := [message_id for message_id in given if message_id not in found]:
+                rows = await self.wire.rows("lock", {"ids": ids(missing)})
+                found |= {message_id: State(state) for message_id, state in rows}
+        return found
 
     async def move(self, message_ids: Iterable[str], to: State, act: Act) -> dict[str, str]:
         """Move messages for which it is legal; return their ids and queues."""

@@ -11,7 +11,7 @@ import msgspec
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.step import Note, Step
+from onefold.step import Note, Step, StepKind
 from onefold.store import Act, Fenced, Lease, Parked, State
 from onefold.stores import steps as lines
 from onefold.stores.postgres.arrays import bigints, blobs, ids, texts
@@ -46,6 +46,7 @@ class Steps:
         if act is None:
             lines.check_outside(steps)
         if not _is_id(owner):
+            lines.refuse_unknown(owner, steps)
             return []
         if act is None:
             return await self._by_others(owner, steps)
@@ -73,9 +74,12 @@ class Steps:
     async def tell(self, notes: Sequence[Note]) -> None:
         """Write into the journals of others."""
         given = sorted(notes, key=lambda note: note.message_id)
-        # An id that is not a UUID cannot be in the table.
-        if flat := [(note.message_id, note.step) for note in given if _is_id(note.message_id)]:
-            await self._tell(flat)
+        for note in given:
+            if not _is_id(note.message_id):  # it cannot be in the table
+                lines.refuse_unknown(note.message_id, [note.step])
+        flat = [(note.message_id, note.step) for note in given if _is_id(note.message_id)]
+        told = await self._tell(flat) if flat else {}
+        lines.refuse_unheard(given, {message_id for message_id, _, _ in told})
 
     async def _tell(self, flat: Sequence[tuple[str, Step]]) -> dict[_Line, Step]:
         rows = await self._wire.rows("record_by_others", self._columns(flat))
@@ -84,6 +88,8 @@ class Steps:
             # Redriven while the statement waited: it saw the dead letter go, and not yet the message that came.
             rows += await self._wire.rows("record_by_others", self._columns(missed))
             listens = {row[0] for row in rows if row[2] == _WHO}
+        if missed := [one for one in flat if one[0] not in listens and one[1].kind is StepKind.SIGNAL]:
+            await self._refuse_unknown(missed)
         told = [one for one in flat if one[0] in listens]
         new = Counter(row[0] for row in rows if row[2] != _WHO)
         if new:
@@ -92,6 +98,14 @@ class Steps:
                 lines.check_mailbox(message_id, wake, [step for id_, step in told if id_ == message_id])
                 self._woken.add(queue)
         return await self._stand(told, rows)
+
+    async def _refuse_unknown(self, missed: Sequence[tuple[str, Step]]) -> None:
+        """Refuse signals to messages that are not there; one that has ended is only not told."""
+        given = {"ids": ids([message_id for message_id, _ in missed])}
+        known = {message_id for (message_id,) in await self._wire.rows("record_known", given)}
+        for message_id, step in missed:
+            if message_id not in known:
+                lines.refuse_unknown(message_id, [step])
 
     async def _by_hand(self, message_id: str, steps: Sequence[Step]) -> list[Step]:
         """Record as an operator, for a message that waits or is dead; returns nothing for any other.

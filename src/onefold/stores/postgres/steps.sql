@@ -90,6 +90,9 @@ SELECT message_id::text, name, kind::bigint, at, seq FROM new
 UNION ALL
 SELECT id::text, '', -1, 0, 0 FROM listens
 
+-- name: record_known
+SELECT id::text FROM onefold.message WHERE id = ANY (%(ids)s::uuid[])
+
 -- name: record_wake
 -- In a statement of its own, because it must see the row as it is now that it is held.
 UPDATE onefold.delivery

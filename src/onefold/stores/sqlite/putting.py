@@ -63,11 +63,13 @@ def put_lone(session: Session, e: Envelope) -> Stored | None:
     return Stored(e.id, _SCHEDULED)
 
 
-def put_sends(session: Session, envelopes: Sequence[Envelope]) -> None:
-    """Put what handlers sent; a key that clashes fails the handler that sent it."""
-    for e, stored in zip(envelopes, put(session, envelopes), strict=True):
+def put_sends(session: Session, envelopes: Sequence[Envelope]) -> dict[str, str]:
+    """Put what handlers sent and return under which id each is kept; a key that clashes fails its handler."""
+    answers = put(session, envelopes)
+    for e, stored in zip(envelopes, answers, strict=True):
         if stored.clash:
             raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+    return {e.id: stored.id for e, stored in zip(envelopes, answers, strict=True)}
 
 
 def _key_row(seq: int, e: Envelope) -> Row:

@@ -15,7 +15,7 @@ from onefold.stores.sqlite.leasing import fences_of, rows_of
 from onefold.stores.sqlite.putting import put_sends
 from onefold.stores.sqlite.session import ROW_BYTES, Row, Session, as_json, rows_for
 from onefold.stores.sqlite.steps import Steps
-from onefold.stores.steps import notes_of
+from onefold.stores.steps import addressed, notes_of
 
 _Held = tuple[int, Lease, Outcome]
 
@@ -144,11 +144,11 @@ def _postpone(session: Session, sheet: _Sheet, now: int) -> None:
 
 def _tell_others(session: Session, telling: Sequence[_Held], now: int) -> None:
     """Send and record what these settlements have for others."""
-    if sends := [e for _, _, o in telling if isinstance(o, Done | Dead | Parked) for e in o.sends]:
-        put_sends(session, sends)
+    sends = [e for _, _, o in telling if isinstance(o, Done | Dead | Parked) for e in o.sends]
+    kept = put_sends(session, sends) if sends else {}
     if notes := notes_of((lease, o) for _, lease, o in telling):
         deliver(session)
-        Steps(session.connection).tell(notes, now)
+        Steps(session.connection).tell(addressed(notes, kept), now)
 
 
 def _wins(fences: dict[int, tuple[int, int]], lease: Lease, seq: int | None) -> bool:

@@ -5,7 +5,7 @@ Plain blocking code, like the session it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +45,8 @@ class Steps:
     def by_others(self, message_id: str, steps: Sequence[Step], now: int) -> list[Step]:
         """Record for a message of somebody else, and wake it; returns nothing when nobody listens."""
         if not self._rows("record_listens", message_id):
+            if not self._rows("record_known", message_id):
+                lines.refuse_unknown(message_id, steps)
             return []
         stand, new = self.write(message_id, steps, now)
         for (wake,) in self._rows("record_wake", new, now, message_id) if new else ():
@@ -63,10 +65,10 @@ class Steps:
             return []
         return self.write(message_id, steps, now)[0]
 
-    def tell(self, notes: Iterable[Note], now: int) -> None:
+    def tell(self, notes: Sequence[Note], now: int) -> None:
         """Write into the journals of others."""
-        for message_id, steps in lines.by_message(notes).items():
-            self.by_others(message_id, steps, now)
+        told = lines.by_message(notes)
+        lines.refuse_unheard(notes, [id_ for id_, steps in told.items() if self.by_others(id_, steps, now)])
 
     def write(self, message_id: str, steps: Sequence[Step], now: int) -> tuple[list[Step], int]:
         """Write lines unless they are there; return those that stand, and how many of them are new."""

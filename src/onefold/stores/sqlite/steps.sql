@@ -26,6 +26,9 @@ SELECT 1 FROM onefold_message m JOIN onefold_delivery d ON d.seq = m.seq WHERE m
 UNION ALL
 SELECT 1 FROM onefold_outcome WHERE letter = ?1
 
+-- name: record_known
+SELECT 1 FROM onefold_message WHERE id = ?
+
 -- name: record_dead
 SELECT 1 FROM onefold_outcome WHERE letter = ?
 

@@ -8,7 +8,7 @@ import pytest
 
 from onefold.errors import KeyReuseError, StoreError
 from onefold.store import PutOptions, State, Stored
-from onefold.testing.contracts.bench import DEAD, DONE, LEASE, Bench, Contract, scenario
+from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contract, scenario
 from onefold.testing.faults import HastyClock
 
 #: A doorbell that was never heard in so many rings is broken.
@@ -153,6 +153,19 @@ class ConcurrencyContract(Contract):
         )
         assert moved.count(True) == 1
         assert (await bench.claim_only()).replay_count == 1
+
+    @scenario
+    async def test_a_letter_that_is_closed_meanwhile_is_not_taken_for_redriven(self, bench: Bench) -> None:
+        sender, third = await bench.another(), await bench.another()
+        dead = await bench.settled("k", DEAD)
+        again = bench.message("k")
+        async with bench.store.transaction() as transaction:
+            assert await transaction.move([dead.id], State.DISCARDED, ACT) == [dead.id]
+            sending = asyncio.ensure_future(sender.put([again], PutOptions(if_dead="redrive")))
+            for _ in range(5):  # meanwhile the sender gets as far as it can
+                await third.now()
+        assert await sending == [Stored(again.id, State.SCHEDULED)]
+        assert (await bench.claim_only()).id == again.id
 
     @scenario
     async def test_of_concurrent_writers_to_the_register_one_wins(self, bench: Bench) -> None:
