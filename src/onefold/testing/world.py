@@ -24,7 +24,7 @@ from onefold.stores.sqlite.session import Session
 from onefold.testing.checker import Final, Journal, Report, Violation, check
 from onefold.testing.clock import FakeClock
 from onefold.testing.faults import Fault
-from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
+from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop, current_process
 from onefold.testing.mortal import Crashed, MortalStore, SimulatedStore
 from onefold.testing.workload import Tasks, Workload
 
@@ -150,6 +150,14 @@ class World:
         role = process.name.partition("-")[0]
         self.loop.later(self.chance.uniform(0.01, 2.0), self._succeed, role)
 
+    def kill_current(self, where: str) -> None:
+        """Kill the process whose code runs now, in the middle of it."""
+        process = current_process()
+        for store in self._stores:
+            if process is not None and store._process is process and not process.dead:
+                self.log(process, f"{where}: kill")
+                store.die()
+
     def _succeed(self, role: str) -> None:
         if not self.calm:
             self._begin(role)
@@ -189,9 +197,12 @@ class World:
         store = SimulatedStore(inner, self, process, clock)
         self._stores.append(store)
         app = App(store=store, clock=clock, chance=random.Random(self.chance.getrandbits(64)))
-        # Declaring is half of the time a small world takes, and the same in all of them.
-        app._registry = self._declared._registry
-        app.lifespan(lambda: nullcontext(self.work))
+        if self.work.declares is None:
+            # Declaring is half of the time a small world takes, and the same in all of them.
+            app._registry = self._declared._registry
+        else:
+            self.work.declares(app)
+        app.lifespan(lambda: nullcontext(self.work.resources))
         self._apps[process.name] = app
         return app
 
