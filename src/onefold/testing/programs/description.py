@@ -24,7 +24,7 @@ class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
     rescue: tuple[Node, ...] = ()
     #: In a saga, what takes it back: a function or a task.
     undo: Literal["function", "task", "never"] | None = None
-    #: In a saga, whether it fails for good whatever happens.
+    #: In a saga, whether it fails for good until a person has sent the saga back.
     doomed: bool = False
 
 

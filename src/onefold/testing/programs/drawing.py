@@ -38,7 +38,7 @@ class Drawing:
         if chance.random() < 0.4:
             pair = ((self._saga_step(),), (self._saga_step(),))
             nodes.insert(chance.randint(0, len(nodes)), Both(self._next(), pair))
-        if chance.random() < 0.4:
+        for _ in range(chance.randint(0, 2)):
             nodes.insert(chance.randint(0, len(nodes)), Sleep(self._next(), chance.choice(_WAITS)))
         if chance.random() < 0.5:
             way = ((self._saga_step(),), (self._saga_step(),))

@@ -43,10 +43,10 @@ class Hazards:
 
     # what functions do
 
-    async def risk(self, where: str) -> None:
+    async def risk(self, where: str, fate: Fate = "") -> None:
         """Die here, be late, or do neither."""
         self.risk_death(where)
-        if not self.calm and self._chance.random() < 0.1:
+        if not self.calm and (fate == "late" or self._chance.random() < 0.05):
             await self.dawdle(self._chance.uniform(0.0, 1.2))
             self.risk_death(where)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from onefold.app import App
@@ -71,7 +71,7 @@ class Tasks:
         hazards: Hazards = ctx.resources
         fate = hazards.fate(f"{run_id}/{place}/{op}", "fail", "retry", "reject", "late", "lost")
         hazards.suffer(fate)
-        await hazards.risk(f"before the row of {op} {place}")
+        await hazards.risk(f"before the row of {op} {place}", fate)
         value = hazards.value()
         await ctx.execute(self._insert, run_id, place, op, seen, value)
         hazards.risk_death(f"after the row of {op} {place}")
@@ -131,11 +131,11 @@ class _Performing:
 
     async def _take_back(self, ctx: Context, run_id: str, place: str, seen: str) -> None:
         hazards = self._hazards
-        fate = hazards.fate(f"{run_id}/{place}/undo", "fail", "retry", "late", "lost")
+        fate = hazards.fate(f"{run_id}/{place}/undo", "fail", "late", "late", "late", "lost")
         hazards.suffer(fate)
-        await hazards.risk(f"before undo {place}")
+        await hazards.risk(f"before undo {place}", fate)
         self._call(place, seen, ctx.fence, op="undo")
-        await hazards.risk(f"after undo {place}")
+        await hazards.risk(f"after undo {place}", fate)
         if fate == "lost":
             raise TimeoutError("the answer was lost")
 
@@ -165,11 +165,11 @@ class _Performing:
         async def provider(run_id: str, place: str, seen: str) -> int:
             fate = hazards.fate(f"{run_id}/{place}", "fail", "retry", "reject", "late", "lost")
             hazards.suffer(fate)
-            await hazards.risk(f"before {place}")
-            if node.doomed:
+            await hazards.risk(f"before {place}", fate)
+            if node.doomed and not self._run._journal.restarts:
                 raise Reject("it was bound to fail")
             value = self._call(place, seen, fence)
-            await hazards.risk(f"after {place}")
+            await hazards.risk(f"after {place}", fate)
             if fate == "lost":
                 raise TimeoutError("the answer was lost")
             return value
@@ -197,12 +197,12 @@ class _Performing:
         async def effect(ctx: Context, run_id: str, place: str, seen: str) -> int:
             async def call() -> int:
                 fate = hazards.fate(f"{run_id}/{place}", "refused", "lost", "refused", "lost")
-                await hazards.risk(f"before {place}")
+                await hazards.risk(f"before {place}", fate)
                 hazards.suffer(fate)
                 key = ctx.upstream_key("call") if node.style == "kept" else ""
                 keeps = KEPT_SECONDS if node.style == "kept" else None
                 value = self._call(place, seen, ctx.fence, key=key, keeps=keeps)
-                await hazards.risk(f"after {place}")
+                await hazards.risk(f"after {place}", fate)
                 if fate == "lost":
                     raise TimeoutError("the answer was lost")
                 return value
@@ -239,7 +239,12 @@ class _Performing:
         await self._run.sleep(node.seconds)
 
     async def both(self, branches: Sequence[Awaitable[None]]) -> None:
-        await self._run.gather(*branches)
+        try:
+            await self._run.gather(*branches)
+        finally:
+            for one in branches:
+                if isinstance(one, Coroutine):
+                    one.close()  # one that never began, because its process died, is nothing to warn of
 
     def tell(self, node: Tell, place: str, seen: Seen) -> None:
         if node.how == "send":

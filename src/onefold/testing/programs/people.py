@@ -12,11 +12,11 @@ import msgspec
 
 from onefold.app import App
 from onefold.errors import ConfigurationError, LimitError
-from onefold.status import SagaStatus
+from onefold.status import SagaStatus, is_of_undo
 from onefold.step import StepKind
 from onefold.store import Query, Record, State
 from onefold.testing.programs.description import read, signals_of
-from onefold.testing.programs.outside import Outside
+from onefold.testing.programs.outside import Outside, StaleCallerError
 
 #: The messages that are programs.
 RUNS = ("program", "nested", "deal")
@@ -70,13 +70,16 @@ class People:
             self._log(f"resume {run_id} {await app.resume(run_id, **_BY)}")
 
     async def _act_on_saga(self, app: App, run_id: str) -> None:
-        verb = self._chance.choice(["cancel", "resume", "restart", "restart"])
+        lines = await app.journal(run_id)
+        undone = any(line.kind is StepKind.UNDO for line in lines)
+        verb = self._chance.choice(["restart", "restart", "resume"] if undone else ["cancel", "cancel", "restart"])
         if verb == "cancel":
             self._log(f"cancel {run_id} {await app.cancel(run_id, **_BY)}")
         elif verb == "resume":
             self._log(f"resume {run_id} {await app.resume(run_id, **_BY)}")
-        elif names := [line.name for line in await app.journal(run_id) if line.kind in _RESTARTABLE]:
-            name = self._chance.choice(names)
+        elif names := [line.name for line in lines if line.kind in _RESTARTABLE and not is_of_undo(line)]:
+            # Most people send it back to where it failed.
+            name = self._chance.choice(names[-2:] if self._chance.random() < 0.7 else names)
             try:
                 forgotten = await app.restart(run_id, from_step=name, **_BY)
                 self._log(f"restart {run_id} from {name}: {forgotten}")
@@ -92,7 +95,10 @@ class People:
             for entry in await app.ledger(run_id):
                 if entry.state == "uncertain":
                     place = entry.name.rpartition("/p")[2]
-                    found = self._outside.find(run_id, place, record.fence)
+                    try:
+                        found = self._outside.find(run_id, place, record.fence)
+                    except StaleCallerError:
+                        break  # the run has gone on since it was looked up
                     happened = found is not None
                     done = await app.resolve(run_id, entry.name, happened=happened, value=found, **_BY)
                     self._log(f"resolve {run_id} {entry.name} happened={happened}: {done}")

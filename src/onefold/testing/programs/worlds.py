@@ -10,7 +10,7 @@ from typing import Any
 
 from onefold.app import App
 from onefold.errors import StoreUnavailableError
-from onefold.store import Record
+from onefold.store import Record, State
 from onefold.stores.sqlite.drivers import Connection
 from onefold.stores.sqlite.steps import Steps
 from onefold.task import Call, Task
@@ -85,7 +85,7 @@ class Programs(Workload):
         await asyncio.gather(super().produce(tasks, app, process), self._often(app, process, self._people.tell, 0.5))
 
     async def operate(self, app: App, process: Process) -> None:
-        await self._often(app, process, self._people.act, 1.0)
+        await self._often(app, process, self._people.act, 0.8)
 
     async def _often(self, app: App, process: Process, act: Callable[[App], Awaitable[None]], pause: float) -> None:
         clock = SimulatedClock(self._world.loop, process)
@@ -102,6 +102,10 @@ class Programs(Workload):
 
     def key_of(self, record: Record) -> str:
         return super().key_of(record) if record.envelope.message_type in self.kinds else record.envelope.id
+
+    def is_over(self, record: Record) -> bool:
+        # What is dead is redriven, so that in the end all that was asked for has happened.
+        return record.state.ended and record.state is not State.DEAD
 
     def effects(self, connection: Connection) -> list[Effect]:
         return []
@@ -132,6 +136,9 @@ class Deals(Programs):
 
     def _draw(self, drawing: Drawing) -> str:
         return written(drawing.saga())
+
+    def is_over(self, record: Record) -> bool:
+        return record.state.ended
 
 
 def declare_programs(app: App) -> Any:
