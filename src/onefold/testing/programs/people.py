@@ -36,7 +36,13 @@ class People:
 
     async def runs(self, app: App) -> list[Record]:
         """Return the runs that have not ended."""
-        return [one for one in await _all(app) if one.envelope.message_type in RUNS and not one.state.ended]
+        return [one for one in await all_records(app) if one.envelope.message_type in RUNS and not one.state.ended]
+
+    async def unfinished(self, app: App) -> list[Record]:
+        """Return what is to be brought to its end yet: what is alive, and what is dead and to be redriven."""
+        found = await all_records(app)
+        sagas = {one.envelope.id for one in found if one.envelope.saga}
+        return [one for one in found if not one.state.ended or (one.state is State.DEAD and not _is_of(one, sagas))]
 
     # telling
 
@@ -116,18 +122,22 @@ class People:
                 saga = await app.saga_status(run_id)
                 if saga is not None and saga.status is SagaStatus.STUCK:
                     await app.resume(run_id, **_BY)
-        sagas = {one.envelope.id for one in await _all(app) if one.envelope.saga}
-        async for letter in app.dead_letters():
-            (record,) = await app.find(Query(ids=(letter.id,)))
-            if not sagas & {record.envelope.id, record.envelope.correlation_id}:
-                await letter.redrive(**_BY)
+        dead = [one.envelope.id for one in await self.unfinished(app) if one.state is State.DEAD]
+        if dead:
+            await app.redrive(dead, **_BY)
+
+
+def _is_of(record: Record, sagas: set[str]) -> bool:
+    """Whether a message is a saga or one of its commands, which may well be left dead."""
+    return bool(sagas & {record.envelope.id, record.envelope.correlation_id})
 
 
 def _signals(record: Record) -> dict[int, int]:
     return signals_of(read(msgspec.json.decode(record.envelope.payload_inline or b"")["body"]))
 
 
-async def _all(app: App) -> list[Record]:
+async def all_records(app: App) -> list[Record]:
+    """Return every message."""
     found: list[Record] = []
     while page := await app.find(Query(after=found[-1].envelope.id if found else "", limit=1_000)):
         found += page
