@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from onefold.app import App
-from onefold.errors import ConfigurationError, LimitError
+from onefold.errors import OnefoldError, StoreUnavailableError
 from onefold.status import SagaStatus, is_of_undo
 from onefold.step import StepKind
 from onefold.store import Query, Record, State
@@ -89,7 +89,9 @@ class People:
             try:
                 forgotten = await app.restart(run_id, from_step=name, **_BY)
                 self._log(f"restart {run_id} from {name}: {forgotten}")
-            except (ConfigurationError, LimitError) as error:
+            except StoreUnavailableError:
+                raise
+            except OnefoldError as error:
                 self._log(f"restart {run_id} from {name}: refused: {error}")
 
     async def resolve(self, app: App, runs: Sequence[Record]) -> None:
