@@ -115,7 +115,7 @@ class Children:
 
     async def _start_keyed(self, keyed: Sequence[tuple[Child[Any], Envelope]]) -> None:
         stretch, lines = self._stretch, list[Step]()
-        with self._journal.leaving() as (pending, sends, notes), stretch.fatal:
+        async with stretch.leaving() as (pending, sends, notes):
             async with stretch.tools.store.transaction() as transaction:
                 stored = await transaction.put([envelope for _, envelope in keyed])
                 for (child, envelope), one in zip(keyed, stored, strict=True):

@@ -63,6 +63,9 @@ class Ledger:
         self._lines: dict[tuple[str, StepKind], Step] = {}
         self._loaded = False
         self._used: set[str] = set()
+        #: The exception by which the last call said that it did nothing: it speaks for that call, and for no other
+        #: that it passes through on its way, because a call may make another one.
+        self._said: BaseException | None = None
         #: Set when a person is needed, whatever the handler makes of the exception.
         self.uncertain: UncertainError | None = None
 
@@ -96,27 +99,32 @@ class Ledger:
         self, line: str, reconcile: Reconcile[Any] | None, keeps_keys_for: float | None
     ) -> int | Happened[Any]:
         """Return the number of the try that may be made now, or what a probe found to have happened."""
-        tries = intents(line, self._lines)
-        if not tries or (tries[-1].name, StepKind.VOID) in self._lines:
-            await self._write(_intent(line, len(tries)))
-            return len(tries)
+        number = len(intents(line, self._lines))
+        doubtful = open_tries(line, self._lines)
+        if not doubtful:
+            await self._write(_intent(line, number))
+            return number
         if reconcile is None:
-            return await self._try_blind(line, tries, keeps_keys_for)
+            return await self._try_blind(line, number, doubtful[0], keeps_keys_for)
         answer = await reconcile()
         if isinstance(answer, Happened):
             return answer
         if not isinstance(answer, NotHappened):
             raise HandlerError(f"reconcile= of {line} answered {answer!r}; return Happened(value) or NotHappened()")
-        await self._write(Step(tries[-1].name, StepKind.VOID, _NOTHING), _intent(line, len(tries)))
-        return len(tries)
+        # The probe was asked about the effect, so its answer holds for every try of it so far.
+        await self._write(*(_void(one.name) for one in doubtful), _intent(line, number))
+        return number
 
     async def _call(self, line: str, codec: ResultCodec, call: Call[Any], number: int) -> Any:
         try:
             value = call()
             if inspect.isawaitable(value):
                 value = await value
-        except NOT_DONE:
-            await self._write(Step(_try_line(line, number), StepKind.VOID, _NOTHING))
+        except NOT_DONE as error:
+            if error is not self._said:
+                self._said = error
+                # It says so of this call only: an earlier one whose answer was lost may still have had its effect.
+                await self._write(_void(_try_line(line, number)))
             raise
         return await self._finish(line, codec, value)
 
@@ -132,19 +140,15 @@ class Ledger:
     def _take_in(self, steps: Iterable[Step]) -> None:
         self._lines.update(((step.name, step.kind), step) for step in steps)
 
-    async def _try_blind(self, line: str, tries: list[Step], keeps_keys_for: float | None) -> int:
-        """Allow another call only while the provider is sure to know our key from the first one."""
+    async def _try_blind(self, line: str, number: int, first: Step, keeps_keys_for: float | None) -> int:
+        """Allow another call only while the provider is sure to know our key from the first doubtful one."""
         why = "and there is no reconcile= to ask"
         if keeps_keys_for is not None:
             # The store says what time it is now, by the same clock that dated the first try.
-            (intent,) = await self._write(_intent(line, len(tries)))
-            first = tries[-1]
-            for one in reversed(tries):
-                if (one.name, StepKind.VOID) in self._lines:
-                    break
-                first = one
+            (intent,) = await self._write(_intent(line, number))
             if intent.at - first.at < keeps_keys_for * MICROSECONDS:
-                return len(tries)
+                return number
+            await self._write(_void(intent.name))
             why = f"and the provider may have forgotten its key, which it keeps for {keeps_keys_for:g} s"
         self.uncertain = UncertainError(self._message_id, line, why)
         raise self.uncertain
@@ -152,6 +156,10 @@ class Ledger:
 
 def _intent(line: str, number: int) -> Step:
     return Step(_try_line(line, number), StepKind.INTENT, _NOTHING)
+
+
+def _void(name: str) -> Step:
+    return Step(name, StepKind.VOID, _NOTHING)
 
 
 def _try_line(line: str, number: int) -> str:
@@ -164,6 +172,11 @@ def intents(line: str, lines: dict[tuple[str, StepKind], Step]) -> list[Step]:
     while (step := lines.get((_try_line(line, len(found)), StepKind.INTENT))) is not None:
         found.append(step)
     return found
+
+
+def open_tries(line: str, lines: dict[tuple[str, StepKind], Step]) -> list[Step]:
+    """Return the tries of an effect that may have had it, oldest first: those of which nothing is known."""
+    return [one for one in intents(line, lines) if (one.name, StepKind.VOID) not in lines]
 
 
 # for people
@@ -192,7 +205,7 @@ def entries(steps: Iterable[Step]) -> list[LedgerEntry]:
         state: Literal["done", "uncertain", "not done"] = "uncertain"
         if (line, StepKind.EFFECT) in lines:
             state = "done"
-        elif (tries[-1].name, StepKind.VOID) in lines:
+        elif not open_tries(line, lines):
             state = "not done"
         found.append(LedgerEntry(line, state, to_datetime(tries[-1].at), len(tries)))
     return found
@@ -200,13 +213,15 @@ def entries(steps: Iterable[Step]) -> list[LedgerEntry]:
 
 async def resolve(store: Store, message_id: str, name: str, value: bytes | None, act: Act) -> bool:
     """Say that an uncertain effect happened with this value, or with None that it did not; see ``App.resolve``."""
-    found = [entry for entry in entries(await store.steps(message_id)) if entry.name == name]
+    lines = {(step.name, step.kind): step for step in await store.steps(message_id)}
+    found = [entry for entry in entries(lines.values()) if entry.name == name]
     if not found or found[0].state != "uncertain":
         return False
     if value is not None:
-        told = Step(name, StepKind.EFFECT, value)
+        told = [Step(name, StepKind.EFFECT, value)]
     else:
-        told = Step(_try_line(name, found[0].tries - 1), StepKind.VOID, _NOTHING)
+        # The person was asked about the effect, so the answer holds for every try of it so far.
+        told = [_void(one.name) for one in open_tries(name, lines)]
     async with store.transaction() as transaction:
-        stands = await transaction.record(message_id, [told], act=act)
-    return [step.value for step in stands] == [told.value]
+        stands = await transaction.record(message_id, told, act=act)
+    return [step.value for step in stands] == [step.value for step in told]

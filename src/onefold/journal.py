@@ -110,7 +110,7 @@ class Journal:
         self.restarts = 0
         #: How often that was after something had been undone, which is then done as if for the first time.
         self.rounds = 0
-        #: Written with the next record, because nobody needs to know before.
+        #: Decisions and what belongs to them, written with the next record: before a step is called, at the latest.
         self.pending: list[Step] = []
         self.sends: list[Envelope] = []
         self.notes: list[Note] = []
@@ -222,6 +222,11 @@ class Journal:
         if not (unasked := self._unasked.get(branch_of(line.name))):
             return False
         return max(unasked.values()) > line.seq
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits for the next record."""
+        return bool(self.pending or self.sends or self.notes)
 
     def take_pending(self) -> list[Step]:
         """Hand over what is to be written with the next record."""

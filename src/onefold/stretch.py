@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,19 @@ class Wait:
 class Stretch:
     """One claim of a run; one that nobody holds is a rehearsal, and stops before what the journal does not have."""
 
-    __slots__ = ("_began", "_hold", "_parked", "_running", "_waits", "journal", "lease", "over", "parking", "tools")
+    __slots__ = (
+        "_began",
+        "_hold",
+        "_leaving",
+        "_parked",
+        "_running",
+        "_waits",
+        "journal",
+        "lease",
+        "over",
+        "parking",
+        "tools",
+    )
 
     def __init__(self, lease: Lease, journal: Journal, tools: Tools, hold: Hold | None = None) -> None:
         self.lease = lease
@@ -72,6 +85,8 @@ class Stretch:
         self._hold = hold
         self._began = tools.clock.steady()
         self._waits: list[Wait] = []
+        #: Commits under way that carry decisions of the run; a branch may act on one that another branch is writing.
+        self._leaving: set[asyncio.Future[None]] = set()
         #: Branches that neither wait nor have ended.
         self._running = 1
         #: Whether everything has come to wait, and for branches that wait while others run, the moment it does.
@@ -226,7 +241,7 @@ class Stretch:
         self.refuse()
         if self._hold is None:
             raise self._stop()
-        with self.journal.leaving() as (pending, sends, notes), self.fatal:
+        async with self.leaving() as (pending, sends, notes):
             lines = [*pending, *steps]
             if context is None:
                 recorded = await self._commit(lines, sends, notes, None)
@@ -234,6 +249,33 @@ class Stretch:
                 recorded = await self._commit(lines, (*sends, *context.sends), (*notes, *context.notes), context)
         self.journal.add(recorded)
         return recorded[len(pending) :]
+
+    @asynccontextmanager
+    async def leaving(self) -> AsyncIterator[tuple[list[Step], list[Envelope], list[Note]]]:
+        """Hand over everything that waits for the next record, and take it back should that fail.
+
+        What other branches are writing is waited for first: what is recorded now may follow from it.
+        """
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+        with self.journal.leaving() as left, self.fatal:
+            if not any(left):
+                yield left
+                return
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._leaving.add(over)
+            try:
+                yield left
+            finally:
+                self._leaving.discard(over)
+                over.set_result(None)
+
+    async def secure(self) -> None:
+        """Write down what the run has decided, before anything acts on it; costs nothing when it has decided nothing."""
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+        if self.journal.has_pending:
+            await self.record([])
 
     async def _commit(
         self, lines: Sequence[Step], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
@@ -270,6 +312,8 @@ class Stretch:
             step, retried = tries[-1]
             await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
         while True:
+            # A failure here is the run's own, such as a key that belongs to another payload, and not the step's.
+            await self.secure()
             try:
                 return await self._try(name, attempt, function, args, kwargs, fingerprint)
             except BaseException as error:
@@ -346,13 +390,16 @@ class Stretch:
         if isinstance(outcome, Dead):
             self.journal.pending.append(Step(name, StepKind.FAILED, encode(outcome.failure), fingerprint))
             raise step_error(name, outcome.failure) from error
-        if outcome.delay <= limits.RETRY_IN_PLACE_SECONDS:
+        in_place = outcome.delay <= limits.RETRY_IN_PLACE_SECONDS
+        # One that uses up no attempt and holds the worker may be repeated many times a minute: no line for each.
+        if outcome.counted or not in_place:
+            line = self.journal.try_line(name, len(self.journal.tries(name)))
+            retried = Retried(outcome.failure, outcome.delay, outcome.counted)
+            self.journal.pending.append(Step(line, StepKind.RETRY, encode(retried)))
+        if in_place:
             await self.tools.clock.sleep(outcome.delay)
-            return outcome.counted
-        line = self.journal.try_line(name, len(self.journal.tries(name)))
-        retried = Retried(outcome.failure, outcome.delay, outcome.counted)
-        self.journal.pending.append(Step(line, StepKind.RETRY, encode(retried)))
-        await self.wait_for(outcome.delay, failure=outcome.failure)
+        else:
+            await self.wait_for(outcome.delay, failure=outcome.failure)
         return outcome.counted
 
 

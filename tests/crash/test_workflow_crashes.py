@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from crash_scenarios import TABLES, Place
+from tests.crash.decision_scenario import crash_decisions
 
 from onefold import App, Context, Happened, NotHappened, Receipt, RetryPolicy, Run, State
 from onefold.step import StepKind
@@ -248,3 +249,21 @@ def test_an_effect_killed_anywhere_happens_once_or_is_for_a_person(
 
     judge(crash_points(act, recover), place, record_property, least=8)
     assert (next(parked) > 0) is not probe
+
+
+# decisions
+
+
+def test_a_run_killed_in_any_step_does_not_decide_anew_what_the_step_acted_on(
+    place: Place, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """C12: one key for a charge, refund or ship and never both, bank a or bank b and never both."""
+    judge(crash_decisions(place.store, tmp_path), place, record_property, least=16)
+
+
+@pytest.mark.deep
+def test_a_run_killed_anywhere_does_not_decide_anew_what_it_has_acted_on(
+    place: Place, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """C12 again, at every statement."""
+    judge(crash_decisions(place.store, tmp_path, at_statements=True), place, record_property, least=150)

@@ -278,6 +278,115 @@ def test_a_keyed_call_is_repeated_only_while_the_provider_keeps_the_key(bench: B
     bench.run(scenario)
 
 
+class Answers:
+    """A provider whose calls end as they are told to, one after the other."""
+
+    def __init__(self, *answers: str | BaseException) -> None:
+        self.left = list(answers)
+        self.calls = 0
+
+    async def call(self) -> str:
+        self.calls += 1
+        answer = self.left.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def doubtful_then_void(bench: Bench, within: bool = False) -> None:
+    """Try 0 may have had its effect, try 1 says of itself that it had none: the effect stays doubtful."""
+    provider = Answers(TimeoutError("the answer was lost"), Retry(after=timedelta(hours=25 - 24 * within)), "again")
+
+    @bench.app.task(retry=RetryPolicy(base=1.0, fixed=True, max_attempts=9))
+    async def pay(ctx: Context) -> str:
+        return await ctx.once("charge", provider.call, provider_keeps_keys_for=timedelta(hours=24))
+
+    async def scenario() -> None:
+        receipt = await pay.send()
+        await until_quiet(bench)
+        assert [entry.state for entry in await bench.app.ledger(receipt.id)] == ["uncertain"]
+        bench.clock.advance(timedelta(hours=25 - 24 * within))
+        await bench.work()
+        if within:
+            assert (await receipt.result(), provider.calls) == ("again", 3)
+            return
+        assert ((await bench.record(receipt)).state, provider.calls) == (State.PARKED, 2)
+        assert [entry.state for entry in await bench.app.ledger(receipt.id)] == ["uncertain"]
+        assert await resolve(bench, receipt, "charge", happened=False)
+        assert [entry.state for entry in await bench.app.ledger(receipt.id)] == ["not done"]
+        await bench.work()
+        assert (await receipt.result(), provider.calls) == ("again", 3)
+
+    bench.run(scenario)
+
+
+def test_a_call_that_did_nothing_says_nothing_about_an_earlier_one(bench: Bench) -> None:
+    """C13: a provider that has forgotten the key of the doubtful try is not called again; a person decides."""
+    doubtful_then_void(bench)
+
+
+def test_a_call_that_did_nothing_may_be_followed_by_another_within_the_providers_window(bench: Bench) -> None:
+    """C13: the window is that of the oldest doubtful try."""
+    doubtful_then_void(bench, within=True)
+
+
+def test_a_call_that_did_nothing_does_not_spare_the_probe(bench: Bench) -> None:
+    """C13: without a probe that says so, an earlier try is still in doubt; the probe's word holds for all of them."""
+    provider = Answers(TimeoutError("lost"), Retry(after=1.0), TimeoutError("lost again"), "never called")
+    asked = list[int]()
+
+    async def ask() -> Happened[str] | NotHappened:
+        asked.append(provider.calls)
+        return Happened("found") if provider.calls == 3 else NotHappened()
+
+    async def cannot_tell() -> Happened[str] | NotHappened:
+        asked.append(provider.calls)
+        raise ConnectionError("the provider is away")
+
+    @bench.app.task(retry=RetryPolicy(base=1.0, fixed=True, max_attempts=9))
+    async def pay(ctx: Context) -> str:
+        # The second call is made blind, while the provider knows the key; from then on there is a probe.
+        if ctx.attempt == 2:
+            return await ctx.once("charge", provider.call, provider_keeps_keys_for=3_600)
+        return await ctx.once("charge", provider.call, reconcile=cannot_tell if ctx.attempt == 3 else ask)
+
+    async def scenario() -> None:
+        receipt = await pay.send()
+        await until_quiet(bench)
+        assert await receipt.result() == "found"
+        assert (asked, provider.calls) == ([2, 2, 3], 3)
+        lines = [(step.name, step.kind) for step in await bench.app.journal(receipt.id)]
+        assert lines.count(("charge!0", StepKind.VOID)) == lines.count(("charge!1", StepKind.VOID)) == 1
+
+    bench.run(scenario)
+
+
+def test_a_call_inside_a_call_speaks_only_for_itself(sqlite_bench: Bench) -> None:
+    """C13: the inner call did nothing, but the outer one had sent its mail by then."""
+    bench, mails = sqlite_bench, list[str]()
+
+    @bench.app.task(retry=QUICK)
+    async def work(ctx: Context) -> str:
+        async def charge() -> str:
+            raise Retry(after=1.0)
+
+        async def mail() -> str:
+            mails.append("sent")
+            return await ctx.once("charge", charge)
+
+        return await ctx.once("mail", mail)
+
+    async def scenario() -> None:
+        receipt = await work.send()
+        await until_quiet(bench)
+        assert mails == ["sent"]
+        assert (await bench.record(receipt)).state is State.PARKED
+        states = {entry.name: entry.state for entry in await bench.app.ledger(receipt.id)}
+        assert states == {"mail": "uncertain", "charge": "not done"}
+
+    bench.run(scenario)
+
+
 def test_a_handler_that_swallows_the_uncertainty_is_parked_all_the_same(sqlite_bench: Bench) -> None:
     bench = sqlite_bench
     provider = Provider(deaf=1)

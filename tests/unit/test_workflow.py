@@ -157,7 +157,7 @@ def test_a_failing_step_is_retried_in_place_when_that_is_soon(sqlite_bench: Benc
         receipt = await flow.send()
         await bench.work()
         assert await receipt.result() == "done"
-        assert await names(bench, receipt.id) == ["flaky#1 RESULT"]
+        assert await names(bench, receipt.id) == ["flaky#1!0.0 RETRY", "flaky#1!0.1 RETRY", "flaky#1 RESULT"]
 
     bench.run(scenario)
 
