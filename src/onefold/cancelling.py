@@ -5,10 +5,12 @@ A message is simply ended, and whoever runs it can no longer commit.  A saga is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onefold.journal import encode
 from onefold.status import cause_of, undo_line
 from onefold.step import Step, StepKind
-from onefold.store import Act, Failure, Query, State, Store
+from onefold.store import Act, Failure, Query, Record, State, Store
 
 
 async def take_back(store: Store, message_id: str, act: Act) -> bool:
@@ -20,11 +22,17 @@ async def take_back(store: Store, message_id: str, act: Act) -> bool:
     if not found or not found[0].envelope.saga:
         async with store.transaction() as transaction:
             return bool(await transaction.move([message_id], State.CANCELLED, act))
-    replay_count = found[0].replay_count
-    if found[0].state.ended or cause_of(await store.steps(message_id), replay_count) is not None:
+    line = undo_request(found[0], await store.steps(message_id), act)
+    if line is None:
         return False
-    cause = Failure(reason="cancelled", error_type="Cancelled", error_message=f"{act.actor}: {act.reason}")
-    line = Step(undo_line(replay_count), StepKind.UNDO, encode(cause))
     async with store.transaction() as transaction:
         stands = await transaction.record(message_id, [line], act=act)
     return [step.value for step in stands] == [line.value]
+
+
+def undo_request(saga: Record, lines: Sequence[Step], act: Act) -> Step | None:
+    """Return the line that asks a saga to undo what it has done; None when it has ended or is being undone."""
+    if saga.state.ended or cause_of(lines, saga.replay_count) is not None:
+        return None
+    cause = Failure(reason="cancelled", error_type="Cancelled", error_message=f"{act.actor}: {act.reason}")
+    return Step(undo_line(saga.replay_count), StepKind.UNDO, encode(cause))

@@ -125,6 +125,7 @@ class _Undo:
 
     async def run(self) -> None:
         """Undo the step; raises what the undo gave up with."""
+        await self._begin()
         await self._take_back()
         undo, args, kwargs = self.planned.undo, self.planned.args, self.planned.kwargs
         if isinstance(undo, Task):
@@ -133,11 +134,19 @@ class _Undo:
             function = StepFunction(undo, settings_of(undo)).within(limits.SAGA_STEP_SECONDS)
             await self.stretch.perform(self.name, function, args, kwargs)
 
+    async def _begin(self) -> None:
+        """Record that the step is being undone, before anything is: from that line on it counts as undone.
+
+        A restart from behind the step would otherwise keep a step whose effect the undo is taking away.
+        """
+        if self.stretch.journal.find(self.name, StepKind.UNDOING) is None:
+            await self.stretch.record([Step(self.name, StepKind.UNDOING, encode(None))])
+
     async def _take_back(self) -> None:
         """Take back a command that did not succeed, or close its letter, so that it cannot take effect any more."""
         known, store = Journal(self.stretch.lease.id, self.lines), self.stretch.tools.store
         sent, ended = known.sent(self.step, b""), known.ended(self.step)
-        begun = any(line.name == self.name for line in self.lines)
+        begun = any(line.name == self.name and line.kind is not StepKind.UNDOING for line in self.lines)
         if begun or sent is None or sent.foreign or (ended is not None and ended.state is State.DONE):
             return
         act = Act(actor="onefold", reason=f"saga {self.stretch.lease.id} undoes {self.step}")

@@ -34,6 +34,7 @@
     ├── DeadError                    the awaited message is a dead letter; carries the failure
     │   └── SagaError                the awaited saga failed and was undone
     ├── CancelledMessageError        the awaited message was cancelled or discarded
+    ├── RestartError                 a run cannot go back to that step now; says why and what to do
     ├── RetentionOverError           a dead letter was kept for too long to be redriven
     └── ResultTimeoutError           no outcome came in the time given
 
@@ -245,6 +246,14 @@ class SagaError(DeadError):
 
 class CancelledMessageError(OnefoldError):
     """The awaited message was cancelled or discarded, so it has no result."""
+
+
+class RestartError(OnefoldError):
+    """A run cannot go back to that step without harm; nothing was changed."""
+
+    def __init__(self, run_id: str, why: str, remedy: str) -> None:
+        super().__init__(f"run {run_id} cannot be restarted: {why}; {remedy}")
+        self.run_id = run_id
 
 
 class RetentionOverError(OnefoldError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -12,7 +12,6 @@ from onefold.codec import ResultCodec
 from onefold.context import Context
 from onefold.effects import LedgerEntry
 from onefold.envelope import refuse_reserved
-from onefold.errors import ConfigurationError
 from onefold.gate import GateOptions
 from onefold.identity import KeySource
 from onefold.inside import current
@@ -20,9 +19,10 @@ from onefold.inspection import make_act
 from onefold.journal import signal_note
 from onefold.options import TaskSettings
 from onefold.registry import Registry
+from onefold.restarting import restart
 from onefold.retry import RetryPolicy
 from onefold.saga import Saga
-from onefold.status import SagaRecord, begun_steps, is_of_undo, read_saga, stuck_undos, undo_name
+from onefold.status import SagaRecord, read_saga, stuck_undos
 from onefold.step import Step, StepKind
 from onefold.stepping import CallOptions, StepOptions, declare
 from onefold.store import Act, Query, State, Store
@@ -195,19 +195,16 @@ class WorkflowVerbs:
     async def restart(self, run_id: str, *, from_step: str, actor: str, reason: str) -> list[Step]:
         """Make a run go back: the named step and everything after it is done again.  Returns what was forgotten.
 
-        Whoever runs it now can no longer commit.  A dead run is reopened; one that is done stays so.
-        Effects of the forgotten steps are not undone, and what they sent is sent anew.
-        A saga that is being undone, or was, goes forward again: from the first of the steps that were undone, or from
-        before it, because what was undone must be done anew; later ones are refused with ``ConfigurationError``.
+        The worker that runs it now can no longer commit.  A dead run is reopened; one that is done stays so.
+        Effects of the forgotten steps are not undone, and what they sent is sent anew.  Children and commands that were
+        sent by them and have not ended are taken back in the same commit, unless they have keys of their own.
+        A saga that is being undone, or was, goes forward again: from the first of the steps whose undo was begun, or
+        from before it, because what was undone must be done anew.  A later step is refused with ``RestartError``, and
+        so is any step while an undo is running, in a worker or as a command; then nothing was changed.
         """
         refuse_inside("restart()")
         limits.check_bytes("from_step", from_step, limits.STEP_NAME_BYTES_MAX)
-        act = make_act(actor, reason)
-        async with self.store.transaction() as transaction:
-            if forgotten := await transaction.rewind(run_id, from_step, act):
-                _refuse_halves(from_step, forgotten)
-                await transaction.move([run_id], State.SCHEDULED, act)
-            return forgotten
+        return await restart(self.store, run_id, from_step, make_act(actor, reason))
 
 
 class DeclareWorkflow:
@@ -247,14 +244,3 @@ class DeclareStep(Protocol[P]):
     ) -> Callable[Concatenate[Context, P], Awaitable[R]]: ...
     @overload
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
-
-
-def _refuse_halves(from_step: str, forgotten: Sequence[Step]) -> None:
-    """Refuse to forget that a step was undone without forgetting that it was done."""
-    begun = [undo_name(line.name) for line in begun_steps(forgotten)]
-    known = tuple(text for name in begun for text in (f"{name}!", f"{name}/", f"{name}@"))
-    for line in forgotten:
-        if is_of_undo(line) and line.name not in begun and not line.name.startswith(known):
-            raise ConfigurationError(
-                f"{from_step}: an earlier step was undone already ({line.name}); restart from there or from before it"
-            )

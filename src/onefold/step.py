@@ -43,6 +43,8 @@ class StepKind(IntEnum):
     UNDO = 13
     #: An undo has given up, and why.
     STUCK = 14
+    #: A step of a saga is about to be undone: from here on it counts as undone, though nothing may have happened yet.
+    UNDOING = 15
 
 
 #: What may be recorded by somebody who does not own the message.

@@ -149,6 +149,13 @@ class Transaction(Protocol):
         """
         ...
 
+    async def lock(self, ids: Sequence[str]) -> dict[str, State]:
+        """Return where messages stand, by id, and let nothing change that before the transaction ends.
+
+        A message that is not kept is left out.
+        """
+        ...
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         """Move messages as an operator: redrive or resume, discard, cancel.
 

@@ -14,6 +14,7 @@ from onefold import (
     DeadError,
     Receipt,
     Reject,
+    RestartError,
     RetryPolicy,
     Run,
     SagaError,
@@ -148,8 +149,11 @@ def test_a_saga_that_fails_undoes_in_reverse_and_says_why(bench: Bench, trip: Tr
             "hire#1 BEGUN",
             "hire#1 FAILED",
             "undo#0 UNDO",
+            "undo:hire#1 UNDOING",
             "undo:hire#1 RESULT",
+            "undo:pay#1 UNDOING",
             "undo:pay#1 RESULT",
+            "undo:hold#1 UNDOING",
             "undo:hold#1 RESULT",
         ]
         assert len(set(trip.keys.values())) == len(trip.keys)
@@ -307,7 +311,7 @@ def test_a_compensated_saga_says_so_and_does_not_run_again(bench: Bench, trip: T
         assert await trip.status(receipt) is SagaStatus.COMPENSATED
         (letter,) = [one async for one in bench.app.dead_letters()]
         assert (letter.failure.reason, await letter.redrive(**BY)) == ("compensated", False)
-        with pytest.raises(ConfigurationError, match=r"undo:hold#1.*restart from there"):
+        with pytest.raises(RestartError, match=r"undo:hold#1.*restart from there"):
             await bench.app.restart(receipt.id, from_step="pay#1", **BY)
         assert await trip.status(receipt) is SagaStatus.COMPENSATED
         first = dict(trip.keys)
@@ -396,7 +400,7 @@ def test_a_stuck_saga_may_go_forward_again(bench: Bench, trip: Trip) -> None:
     async def scenario() -> None:
         receipt = await trip.book.send("rome")
         await drain(bench.app)
-        with pytest.raises(ConfigurationError, match="restart from there"):
+        with pytest.raises(RestartError, match="restart from there"):
             await bench.app.restart(receipt.id, from_step="hire#1", **BY)
         assert await trip.status(receipt) is SagaStatus.STUCK
         assert await bench.app.restart(receipt.id, from_step="pay#1", **BY)

@@ -270,6 +270,9 @@ class FaultyTransaction:
     async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
         return await self._store.call("transaction.rewind", lambda: self._opened.rewind(message_id, step, act))
 
+    async def lock(self, ids: Sequence[str]) -> dict[str, State]:
+        return await self._store.call("transaction.lock", lambda: self._opened.lock(ids))
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         return await self._store.call("transaction.move", lambda: self._opened.move(ids, to, act))
 

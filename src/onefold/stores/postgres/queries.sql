@@ -706,6 +706,19 @@ SELECT id::text, fence FROM onefold.outcome WHERE id = ANY (%(ids)s::uuid[])
 UNION ALL
 SELECT message_id::text, fence FROM onefold.attempt WHERE message_id = ANY (%(ids)s::uuid[])
 
+-- name: lock
+-- In the order of ids, so that two who lock the same messages do not wait for each other.
+WITH alive AS MATERIALIZED (
+    SELECT id, CASE WHEN wake_target IS NULL THEN state ELSE 2 END AS state
+    FROM onefold.delivery WHERE id = ANY (%(ids)s::uuid[]) ORDER BY id FOR UPDATE
+),
+ended AS MATERIALIZED (
+    SELECT id, state FROM onefold.outcome WHERE id = ANY (%(ids)s::uuid[]) ORDER BY id FOR UPDATE
+)
+SELECT id::text, state::bigint FROM alive
+UNION ALL
+SELECT id::text, state::bigint FROM ended
+
 -- name: move_redrive
 -- Stands for move_redrive, move_reopened and move_act.
 -- Only a letter whose body is still to be kept can run again; its fence starts above the one that ended it.

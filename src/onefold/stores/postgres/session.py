@@ -49,6 +49,8 @@ FIRST_ID = "00000000-0000-0000-0000-000000000000"
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
+#: Looks for messages to be locked: one that ends meanwhile is found by the second.
+_LOOKS = 2
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _MOVES = {State.SCHEDULED: "move_redrive", State.DISCARDED: "move_discard", State.CANCELLED: "move_cancel"}
@@ -205,6 +207,17 @@ class Session:
         return lost
 
     # operators
+
+    async def lock(self, message_ids: Sequence[str]) -> dict[str, State]:
+        """Return where messages stand, and hold their rows."""
+        given = [message_id for message_id in message_ids if _ID.fullmatch(message_id)]
+        found: dict[str, State] = {}
+        # One that ended while the statement waited for its row is seen by the next statement only.
+        for _ in range(_LOOKS):
+            if missing := [message_id for message_id in given if message_id not in found]:
+                rows = await self.wire.rows("lock", {"ids": ids(missing)})
+                found |= {message_id: State(state) for message_id, state in rows}
+        return found
 
     async def move(self, message_ids: Iterable[str], to: State, act: Act) -> dict[str, str]:
         """Move messages for which it is legal; return their ids and queues."""

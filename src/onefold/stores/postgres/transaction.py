@@ -124,6 +124,10 @@ class PostgresTransaction:
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         raise StoreError("this transaction was joined; whoever began it commits it: use settle() here")
 
+    async def lock(self, ids: Sequence[str]) -> dict[str, State]:
+        with self._seam():
+            return await self.session.lock(ids)
+
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         with self._seam():
             moved = await self.session.move(ids, to, act)

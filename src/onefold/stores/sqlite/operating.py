@@ -11,13 +11,19 @@ from onefold.store import Act, Fenced, Purged, Registered, State
 from onefold.stores.sqlite.delivering import deliver
 from onefold.stores.sqlite.gates import LINE_RETENTION, next_place
 from onefold.stores.sqlite.leasing import fences_of, rows_of
-from onefold.stores.sqlite.session import Session
+from onefold.stores.sqlite.session import Session, as_json
 from onefold.stores.sqlite.steps import Steps
 from onefold.stores.steps import act_of, check_outside
 
 _MOVABLE = (State.SCHEDULED, State.DISCARDED, State.CANCELLED)
 #: After a restore from backup numbers go on this far above: more messages than any backup can have missed.
 _SEQUENCE_LEAP = 10**12
+
+
+def lock(session: Session, ids: Sequence[str]) -> dict[str, State]:
+    """Return where messages stand; the open transaction is the only one that may change that."""
+    deliver(session)
+    return {id_: State(state) for id_, state in session.rows("lock", as_json(list(ids)))}
 
 
 def move(session: Session, ids: Iterable[str], to: State, act: Act) -> list[str]:

@@ -250,6 +250,13 @@ RETURNING seq
 -- name: move_cancelled
 DELETE FROM onefold_delivery WHERE seq = ?
 
+-- name: lock
+SELECT m.id, coalesce(CASE WHEN d.wake_target IS NULL THEN d.state ELSE 2 END, o.state)
+FROM json_each(?1) given
+JOIN onefold_message m ON m.id = given.value
+LEFT JOIN onefold_delivery d ON d.seq = m.seq
+LEFT JOIN onefold_outcome o ON o.seq = m.seq
+
 -- name: move_act
 INSERT INTO onefold_act (at, message_id, kind, actor, reason) VALUES (?, ?, ?, ?, ?)
 

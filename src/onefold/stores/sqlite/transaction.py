@@ -27,7 +27,7 @@ from onefold.store import (
 from onefold.stores.home import Home
 from onefold.stores.sqlite.connection import translated
 from onefold.stores.sqlite.drivers import ERRORS, is_trouble
-from onefold.stores.sqlite.operating import move, purge, record, register, rewind
+from onefold.stores.sqlite.operating import lock, move, purge, record, register, rewind
 from onefold.stores.sqlite.putting import put
 from onefold.stores.sqlite.round import Ending
 from onefold.stores.sqlite.session import Row, Session
@@ -106,6 +106,9 @@ class SQLiteTransaction:
     async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
         self._brings_work = True
         return await self._run(rewind, message_id, step, act)
+
+    async def lock(self, ids: Sequence[str]) -> dict[str, State]:
+        return await self._run(lock, ids)
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         self._brings_work = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from onefold import limits
@@ -29,6 +31,31 @@ class OperatorContract(Contract):
         assert [one.fence for one in await bench.store.attempts(dead.id)] == [dead.fence, lease.fence]
         assert await bench.move(dead.id, State.SCHEDULED)
         assert (await bench.claim_only()).replay_count == 2
+
+    @scenario
+    async def test_a_lock_says_where_messages_stand(self, bench: Bench) -> None:
+        ended = [await bench.settled("done", DONE), await bench.settled("dead", DEAD)]
+        parked = await bench.settled("parked", PARKED)
+        leased = await bench.leased("leased")
+        scheduled = (await bench.put("scheduled")).id
+        unknown = bench.message().id
+        asked = [scheduled, leased.id, parked.id, ended[0].id, ended[1].id, unknown, "no id at all"]
+        async with bench.store.transaction() as transaction:
+            states = await transaction.lock(asked)
+            assert await transaction.lock([]) == {}
+        known = (State.SCHEDULED, State.LEASED, State.PARKED, State.DONE, State.DEAD)
+        assert states == dict(zip(asked, known, strict=False))
+
+    @scenario
+    async def test_a_locked_message_does_not_change_before_the_commit(self, bench: Bench) -> None:
+        lease = await bench.leased("k")
+        async with bench.store.transaction() as transaction:
+            assert await transaction.lock([lease.id]) == {lease.id: State.LEASED}
+            settling = asyncio.ensure_future(bench.store.settle([(lease, DONE)]))
+            await asyncio.sleep(0)
+            assert await transaction.move([lease.id], State.CANCELLED, ACT) == [lease.id]
+        assert await settling == [False]
+        assert (await bench.record(lease.id)).state is State.CANCELLED
 
     @scenario
     async def test_redriving_twice_reopens_once(self, bench: Bench) -> None:

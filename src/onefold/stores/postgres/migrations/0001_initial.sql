@@ -182,7 +182,7 @@ CREATE TABLE onefold.progress (
 CREATE TABLE onefold.step (
     message_id uuid NOT NULL,
     name text COLLATE "C" NOT NULL,
-    kind smallint NOT NULL CHECK (kind BETWEEN 0 AND 14),
+    kind smallint NOT NULL CHECK (kind BETWEEN 0 AND 15),
     seq bigint GENERATED ALWAYS AS IDENTITY,
     at bigint NOT NULL,
     fingerprint bytea NOT NULL,

@@ -186,7 +186,7 @@ CREATE TABLE onefold_step (
     seq INTEGER PRIMARY KEY,
     message_id TEXT NOT NULL,
     name TEXT NOT NULL,
-    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 14),
+    kind INTEGER NOT NULL CHECK (kind BETWEEN 0 AND 15),
     at INTEGER NOT NULL,
     fingerprint BLOB NOT NULL,
     -- Null when it is so large that it lies in parts.
