@@ -76,6 +76,8 @@ class Workload:
             for number, kind in enumerate(chance.choices(self.kinds, k=chance.randint(2, 4)))
             for _ in range(chance.randint(1, 3))
         ]
+        #: The programs that are sent, by key, where there are any.
+        self.bodies: dict[str, str] = {}
         #: Messages an operator tried to take back or discard: they may be gone.
         self.given_up: dict[str, str] = {}
         self._misdeeds: Counter[str] = Counter()

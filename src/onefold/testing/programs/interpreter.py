@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from onefold.app import App
 from onefold.clock import to_instant
@@ -18,16 +18,22 @@ from onefold.testing.programs.walking import Seen, told, walk
 from onefold.undo import never
 from onefold.workflow import Run
 
-TABLE = (
-    "CREATE TABLE program_row (number {number}, run TEXT NOT NULL, place TEXT NOT NULL, op TEXT NOT NULL, "
-    "seen TEXT NOT NULL, value BIGINT NOT NULL)"
-)
+#: How the rows are numbered, on each store.
+_NUMBERS = {"sqlite": "INTEGER PRIMARY KEY", "postgres": "BIGINT GENERATED ALWAYS AS IDENTITY"}
 ROWS = "SELECT run, place, op, seen, value FROM program_row ORDER BY number"
 _INSERT = "INSERT INTO program_row (run, place, op, seen, value) VALUES (?, ?, ?, ?, ?)"
 
 #: Steps give up soon; runs are to come to their end however often their workers die.
 _RETRY = RetryPolicy(max_attempts=3, base=0.3, cap=2.0)
 _PATIENT = RetryPolicy(max_attempts=100, base=0.1, cap=1.0)
+
+
+def table(store: Literal["sqlite", "postgres"]) -> str:
+    """Return the statement that makes the table into which programs write."""
+    return (
+        f"CREATE TABLE program_row (number {_NUMBERS[store]}, run TEXT NOT NULL, place TEXT NOT NULL, "
+        "op TEXT NOT NULL, seen TEXT NOT NULL, value BIGINT NOT NULL)"
+    )
 
 
 class Tasks:

@@ -26,13 +26,12 @@ from onefold.clock import MICROSECONDS, Clock, SystemClock, to_datetime
 from onefold.errors import StoreUnavailableError
 from onefold.store import Store
 from onefold.testing.checker import Violation
-from onefold.testing.drain import drain
 from onefold.testing.faults import HastyClock
+from onefold.testing.programs.ending import bring_to_end, judge_all
 from onefold.testing.programs.hazards import Hazards
-from onefold.testing.programs.interpreter import ROWS, TABLE, Tasks
-from onefold.testing.programs.judging import Evidence, judge_program, judge_saga
-from onefold.testing.programs.outside import Deed, OutsideFile
-from onefold.testing.programs.people import RUNS, People, all_records
+from onefold.testing.programs.interpreter import Tasks, table
+from onefold.testing.programs.outside import OutsideFile
+from onefold.testing.programs.people import People
 from onefold.testing.programs.worlds import draw_programs
 
 #: Chance of death at each moment inside a function, and before or after each statement.
@@ -44,7 +43,6 @@ _WORKERS = 2
 _LEASE_SECONDS = 1.0
 #: The fresh worker's clock is so far ahead that every wait and every lease has run out.
 _LATER = timedelta(days=1)
-_ROUNDS_MAX = 40
 
 _fork = multiprocessing.get_context("fork")
 
@@ -109,11 +107,10 @@ class ProgramProcesses:
     async def _prepare(self) -> None:
         clock = SystemClock()
         app = self._app(_ProcessHazards(self._outside, random.Random(0), clock, calm=True), clock)
-        number = "INTEGER PRIMARY KEY" if self._is_sqlite else "BIGINT GENERATED ALWAYS AS IDENTITY"
         await app.migrate()
         async with app:
             async with app.transaction() as transaction:
-                await transaction.execute(TABLE.format(number=number))
+                await transaction.execute(table("sqlite" if self._is_sqlite else "postgres"))
             await app.subscribe()
             task = app.tasks["deal" if self._sagas else "program"]
             await app.send_many([task.call(f"k{key}", body) for key, body in enumerate(self._bodies)])
@@ -168,31 +165,11 @@ class ProgramProcesses:
     # the end
 
     async def _finish(self, outcome: Outcome) -> None:
-        """Bring every program to its end, and judge it."""
         clock = _later()
-        chance = random.Random(self._seed)
-        people = People(self._outside, chance, lambda event: None)
-        async with self._app(_ProcessHazards(self._outside, chance, clock, calm=True), clock) as app:
-            for _ in range(_ROUNDS_MAX):
-                await people.calm_down(app)
-                await drain(app)
-                if not await people.unfinished(app):
-                    break
-                clock.advance(30.0)
-            rows = [Deed(*row) for row in await app.store.fetch(ROWS)]
-            deeds = self._outside.deeds()
-            for record in await all_records(app):
-                id_, name = record.envelope.id, record.envelope.message_type
-                if name in RUNS:
-                    lines = await app.journal(id_)
-                    of = ([one for one in source if one.run == id_] for source in (deeds, rows))
-                    outcome.violations += (judge_saga if record.envelope.saga else judge_program)(
-                        Evidence(record, lines, *of)
-                    )
-                    outcome.judged += name != "nested"
-                elif not record.state.ended:
-                    problem = f"it is still {record.state.name.lower()} after everything has calmed down"
-                    outcome.violations.append(Violation("stuck", name, (id_,), problem))
+        hazards = _ProcessHazards(self._outside, random.Random(self._seed), clock, calm=True)
+        async with self._app(hazards, clock) as app:
+            await bring_to_end(app, self._outside, clock)
+            outcome.judged, outcome.violations = await judge_all(app, self._outside)
 
 
 class _ProcessHazards(Hazards):

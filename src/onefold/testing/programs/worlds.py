@@ -19,7 +19,7 @@ from onefold.testing.loop import Process, SimulatedClock, current_process
 from onefold.testing.programs.description import written
 from onefold.testing.programs.drawing import Drawing
 from onefold.testing.programs.hazards import Hazards
-from onefold.testing.programs.interpreter import ROWS, TABLE, Tasks
+from onefold.testing.programs.interpreter import ROWS, Tasks, table
 from onefold.testing.programs.judging import Evidence, judge_program, judge_saga
 from onefold.testing.programs.outside import Deed, Outside
 from onefold.testing.programs.people import RUNS, People
@@ -57,7 +57,7 @@ class _SimulatedHazards(Hazards):
 class Programs(Workload):
     """Generated workflows in one world."""
 
-    tables = (*Workload.tables, TABLE.format(number="INTEGER PRIMARY KEY"))
+    tables = (*Workload.tables, table("sqlite"))
     options = " --programs"
     kinds = ("program",)
     declares = staticmethod(Tasks)
