@@ -17,7 +17,7 @@ _DEPTH_MAX = 2
 #: How long a wait or an answer may take, in seconds; small beside how long a simulated world lasts.
 _WAITS = (0.2, 0.5, 1.0)
 #: Chance that a saga has a step that fails for good.
-_DOOM = 0.35
+_DOOM = 0.5
 
 
 class Drawing:

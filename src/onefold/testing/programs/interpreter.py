@@ -41,10 +41,9 @@ class Tasks:
 
     def __init__(self, app: App, *, marker: str = "?") -> None:
         self._insert = _INSERT.replace("?", marker)
-        leaf = {"retry": _RETRY, "subject": "{place}"}
-        self.leaf = app.task(name="leaf", **leaf)(self._do)
-        self.unleaf = app.task(name="unleaf", **leaf)(self._undo)
-        self.note = app.task(name="note", **leaf)(self._do)
+        self.leaf = app.task(name="leaf", subject="{place}", retry=_RETRY)(self._do)
+        self.unleaf = app.task(name="unleaf", subject="{place}", retry=_RETRY)(self._undo)
+        self.note = app.task(name="note", subject="{place}", retry=_RETRY)(self._do)
         self.event = app.topic("event", dict[str, str])
         app.on(self.event, name="heard", retry=_RETRY)(self._hear)
         self.program = app.workflow(name="program", key="{key}", subject="{key}", retry=_PATIENT)(self._run)
@@ -126,7 +125,8 @@ class _Performing:
             options["undo"] = self._undo_of(node)
         if node.style == "command":
             return run.options(**options).step(self._tasks.leaf, *given)
-        return run.options(retry=_RETRY, **options).step(self._function(node), *given)
+        step: Awaitable[Any] = run.options(retry=_RETRY, **options).step(self._function(node), *given)
+        return step
 
     def _undo_of(self, node: Act) -> Any:
         if node.undo == "never":

@@ -78,12 +78,14 @@ class People:
     async def _act_on_saga(self, app: App, run_id: str) -> None:
         lines = await app.journal(run_id)
         undone = any(line.kind is StepKind.UNDO for line in lines)
-        verb = self._chance.choice(["restart", "restart", "resume"] if undone else ["cancel", "cancel", "restart"])
+        # Most sagas are left alone while they go forward, so that some of those that went back come through.
+        undoing = ["restart", "restart", "restart", "resume"]
+        verb = self._chance.choice(undoing if undone else ["cancel", "restart", "", "", ""])
         if verb == "cancel":
             self._log(f"cancel {run_id} {await app.cancel(run_id, **_BY)}")
         elif verb == "resume":
             self._log(f"resume {run_id} {await app.resume(run_id, **_BY)}")
-        elif names := [line.name for line in lines if line.kind in _RESTARTABLE and not is_of_undo(line)]:
+        elif verb and (names := [one.name for one in lines if one.kind in _RESTARTABLE and not is_of_undo(one)]):
             # Most people send it back to where it failed.
             name = self._chance.choice(names[-2:] if self._chance.random() < 0.7 else names)
             try:
