@@ -5,13 +5,15 @@ Nothing is implemented a second time: each verb runs the other one's on the work
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import datetime, timedelta
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from onefold.context import Context
 from onefold.effects import Happened, NotHappened
+from onefold.errors import HandlerError
 from onefold.receipt import Receipt
 from onefold.task import Call, Sendable
 from onefold.threads import Threads
@@ -152,3 +154,13 @@ class SyncContext(SyncWork):
             return await self._threads.run(call)
 
         return run
+
+
+async def run_in_thread(call: Callable[[], Any], name: str, work: Work, threads: Threads) -> Any:
+    """Run a plain function, of a task or a step, in a thread."""
+    result = await threads.run(call, what=f"{name} {work.leases[0].id}", wake=work.cancel_tasks)
+    if inspect.isawaitable(result):
+        if isinstance(result, Coroutine):
+            result.close()
+        raise HandlerError(f"{name} is a plain function and returned an awaitable; declare it with `async def`")
+    return result

@@ -5,6 +5,7 @@ Checkpoints are lines of the message's journal, of which the last one counts.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from onefold import limits
@@ -26,6 +27,8 @@ class Checkpoints:
         self._store = store
         self._number: int | None = None
         self._last: bytes | None = None
+        #: One after the other, in the order in which they were asked for: of several at once the last one counts.
+        self._writing = asyncio.Lock()
 
     async def last(self) -> Any:
         """See ``Context.last_checkpoint``."""
@@ -35,19 +38,25 @@ class Checkpoints:
     async def write(self, value: Any) -> None:
         """See ``Context.checkpoint``."""
         data = _value.encode(value)
-        number = await self._load() + 1
-        if number > limits.CHECKPOINTS_MAX:
-            raise LimitError(
-                "checkpoint",
-                f"message {self._lease.id} has {number - 1}; at most {limits.CHECKPOINTS_MAX} are kept: "
-                "make one less often, or divide the work among messages",
-            )
-        await self._store.record(self._lease, [Step(f"{_PREFIX}{number}", StepKind.RESULT, data)])
-        self._number, self._last = number, data
+        async with self._writing:
+            number = await self._load() + 1
+            if number > limits.CHECKPOINTS_MAX:
+                raise LimitError(
+                    "checkpoint",
+                    f"message {self._lease.id} has {number - 1}; at most {limits.CHECKPOINTS_MAX} are kept: "
+                    "make one less often, or divide the work among messages",
+                )
+            # Taken even if the caller gives up: the line may be written all the same, and the first one stands.
+            self._number = number
+            await self._store.record(self._lease, [Step(f"{_PREFIX}{number}", StepKind.RESULT, data)])
+            self._last = data
 
     async def _load(self) -> int:
-        """Return how many there are; the journal is read once."""
+        """Return the number of the last one; the journal is read once."""
         if self._number is None:
-            lines = [step for step in await read_journal(self._store, self._lease) if step.name.startswith(_PREFIX)]
-            self._number, self._last = len(lines), lines[-1].value if lines else None
+            lines = await read_journal(self._store, self._lease)
+            found = {int(one.name.removeprefix(_PREFIX)): one.value for one in lines if one.name.startswith(_PREFIX)}
+            if self._number is None:  # nor has anybody else read it meanwhile
+                self._number = max(found, default=0)
+                self._last = found.get(self._number)
         return self._number

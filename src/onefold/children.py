@@ -53,25 +53,28 @@ class Children:
         self._stretch = stretch
         self._journal = stretch.journal
 
-    async def results(self, children: Sequence[Child[Any]]) -> list[Any]:
-        """Return what each child returned, or the exception it ended with; wait until all have ended."""
+    async def results(self, children: Sequence[Child[Any]], place: str | None = None) -> list[Any]:
+        """Return what each child returned, or the exception it ended with; wait until all have ended.
+
+        ``place`` is the branch in which the code is told of failures, if not the present one.
+        """
         if unsent := [one for one in children if self._sent(one) is None]:
             await self._start(unsent)
         if foreign := self._foreign(children):
             await self._look_for(foreign)
             foreign = self._foreign(children)
         ends = [self._end(one) for one in children]
-        missing = sum(end is None for end in ends)
+        missing = [one for one, end in zip(children, ends, strict=True) if end is None]
         if missing:
-            times = [self._next_look(foreign), *(self._deadline(one) for one in children)]
+            times = [self._next_look(foreign), *(self._deadline(one) for one in missing)]
             until = min((time for time in times if time is not None), default=None)
-            await self._stretch.wait(Wait(until, awaits=missing - len(foreign)))
-        return [self._outcome(one, end) for one, end in zip(children, ends, strict=True) if end is not None]
+            await self._stretch.wait(Wait(until, awaits=len(missing) - len(foreign)))
+        return [self._outcome(one, end, place) for one, end in zip(children, ends, strict=True) if end is not None]
 
     def _foreign(self, children: Sequence[Child[Any]]) -> list[tuple[str, Child[Any]]]:
-        """Return those that somebody else had sent before, with their ids, unless they are known to have ended."""
+        """Return those still waited for that somebody else had sent before, with their ids: they do not report."""
         sent = ((self._sent(one), one) for one in children)
-        return [(was.id, one) for was, one in sent if was and was.foreign and self._journal.ended(one.name) is None]
+        return [(was.id, one) for was, one in sent if was and was.foreign and self._end(one) is None]
 
     def _next_look(self, foreign: Sequence[tuple[str, Child[Any]]]) -> int | None:
         """Return when to look again for those that do not report: the longer it takes, the less often."""
@@ -87,7 +90,7 @@ class Children:
 
     def _deadline(self, child: Child[Any]) -> int | None:
         """Return until when to wait for a child that has not ended: counted from its being sent."""
-        if child.timeout is None or self._end(child) is not None:
+        if child.timeout is None:
             return None
         sent = self._journal.find(child.name, StepKind.SENT)
         return (self._stretch.now if sent is None else sent.at) + round(child.timeout * MICROSECONDS)
@@ -115,15 +118,14 @@ class Children:
 
     async def _start_keyed(self, keyed: Sequence[tuple[Child[Any], Envelope]]) -> None:
         stretch, lines = self._stretch, list[Step]()
-        async with stretch.leaving() as (pending, sends, notes):
-            async with stretch.tools.store.transaction() as transaction:
-                stored = await transaction.put([envelope for _, envelope in keyed])
-                for (child, envelope), one in zip(keyed, stored, strict=True):
-                    if one.clash:
-                        raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
-                    lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
-                recorded = await transaction.record(stretch.lease, [*pending, *lines])
-                await leave(transaction, sends, notes)
+        async with stretch.leaving() as (pending, sends, notes), stretch.tools.store.transaction() as transaction:
+            stored = await transaction.put([envelope for _, envelope in keyed])
+            for (child, envelope), one in zip(keyed, stored, strict=True):
+                if one.clash:
+                    raise KeyReuseError(envelope.message_type, envelope.idempotency_key, one.id)
+                lines += _sent_lines(child, Sent(one.id, one.id != envelope.id, "child"))
+            recorded = await transaction.record(stretch.lease, [*pending, *lines])
+            await leave(transaction, sends, notes)
         self._journal.add(recorded)
 
     async def _look_for(self, foreign: Sequence[tuple[str, Child[Any]]]) -> None:
@@ -155,18 +157,22 @@ class Children:
         failure = Failure(reason="timed out", error_type="HandlerTimeoutError", error_message=text)
         return Ended(decode_sent(sent.value).id, State.SCHEDULED, failure=failure)
 
-    def _outcome(self, child: Child[Any], end: Ended) -> Any:
+    def _outcome(self, child: Child[Any], end: Ended, place: str | None) -> Any:
         if end.state is State.DONE:
             return child.call.task.signature.decode_result(bytes(end.result))
         if self._journal.find(child.name, StepKind.FAILED) is None:
             # What the code makes of a failure stays true, even if the child is redriven and succeeds later.
-            line = Step(child.name, StepKind.FAILED, encode(end), child.call.fingerprint)
-            self._journal.pending.append(line)
-        if end.failure is not None and not end.state.ended:
-            return Raised(step_error(child.name, end.failure))
-        if end.state is State.DEAD and end.failure is not None:
-            return Raised(dead_error(end.id, end.failure))
-        return Raised(CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result"))
+            line = self._journal.verdict_line(child.name)
+            self._journal.pending.append(Step(line, StepKind.FAILED, encode(end), child.call.fingerprint))
+        return Raised(self._stretch.failing(child.name, _error(child, end), place))
+
+
+def _error(child: Child[Any], end: Ended) -> Exception:
+    if end.failure is not None and not end.state.ended:
+        return step_error(child.name, end.failure)
+    if end.state is State.DEAD and end.failure is not None:
+        return dead_error(end.id, end.failure)
+    return CancelledMessageError(f"child {end.id} was {end.state.name.lower()}; it has no result")
 
 
 def _sent_lines(child: Child[Any], sent: Sent) -> list[Step]:

@@ -28,6 +28,7 @@ from onefold.stepping import StepFunction, settings_of
 from onefold.store import Act, Dead, Failure, Lease, Outcome, Parked, State
 from onefold.stretch import Parking, Stretch, Wait, until_a_person_acts
 from onefold.task import Task
+from onefold.threads import BusyError
 from onefold.tools import Tools
 from onefold.undo import Never
 
@@ -82,7 +83,7 @@ async def compensate(
         return stretch.parked()
     except ReplayError as error:
         return until_a_person_acts(lease, error)
-    except (LeaseLostError, StoreUnavailableError):
+    except (LeaseLostError, StoreUnavailableError, BusyError):
         raise
     except BaseException as error:
         if stopped_from_outside(error):

@@ -27,6 +27,7 @@ from onefold.status import cause_of
 from onefold.stepping import in_time
 from onefold.store import Again, Dead, Done, Failure, Outcome
 from onefold.stretch import Stretch, until_a_person_acts
+from onefold.threads import BusyError
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
 
@@ -47,20 +48,20 @@ async def drive(workflow: Workflow[Any, Any], hold: Hold, tools: Tools, refusal:
         return undoing(lease, refusal)
     stretch = Stretch(lease, Journal(lease.id, lines, replay_count=lease.replay_count), tools, hold)
     if isinstance(workflow, Saga):
-        return await _forward(workflow, SagaRun(stretch), stretch)
-    outcome = await _follow(workflow, Run(stretch), stretch)
+        return await _forward(workflow, stretch)
+    outcome = await _follow(workflow, stretch)
     if isinstance(outcome, Dead):
         error = outcome.failure.error_type
         logger.warning("dead message_id=%s message_type=%s error=%s", lease.id, workflow.name, error)
     return outcome
 
 
-async def _forward(saga: Saga[Any, Any], run: SagaRun, stretch: Stretch) -> Outcome:
+async def _forward(saga: Saga[Any, Any], stretch: Stretch) -> Outcome:
     """Let a saga go on; one that has failed for good is claimed again at once, to be undone."""
     lease, tools = stretch.lease, stretch.tools
     try:
-        outcome: Outcome = await _follow(saga, run, stretch)
-    except (LeaseLostError, StoreUnavailableError):
+        outcome: Outcome = await _follow(saga, stretch)
+    except (LeaseLostError, StoreUnavailableError, BusyError):
         raise
     except ConfigurationError as error:
         outcome = Dead(failure_of(error, "configuration"))
@@ -75,8 +76,18 @@ async def _forward(saga: Saga[Any, Any], run: SagaRun, stretch: Stretch) -> Outc
     return undoing(lease, outcome.failure, stretch.journal)
 
 
-async def _follow(workflow: Workflow[Any, Any], run: Run, stretch: Stretch) -> Outcome:
-    """Run the workflow's code from its beginning."""
+async def _follow(workflow: Workflow[Any, Any], stretch: Stretch) -> Outcome:
+    """Run the workflow's code from its beginning; and again if it only fails because of what a redrive is to mend."""
+    while True:
+        try:
+            return await _run(workflow, stretch)
+        except BaseException as error:
+            if not await stretch.reopen(error):
+                return _outcome(workflow, stretch, stretch.over or error)
+
+
+async def _run(workflow: Workflow[Any, Any], stretch: Stretch) -> Outcome:
+    run = SagaRun(stretch) if isinstance(workflow, Saga) else Run(stretch)
     journal = stretch.journal
     token = current.set(run)
     try:
@@ -90,8 +101,6 @@ async def _follow(workflow: Workflow[Any, Any], run: Run, stretch: Stretch) -> O
         journal.end()
         done = workflow.signature.encode_result(result)
         return Done(done, tuple(journal.sends), workflow.key_window, notes=tuple(journal.notes))
-    except BaseException as error:
-        return _outcome(workflow, stretch, stretch.over or error)
     finally:
         current.reset(token)
 

@@ -91,7 +91,14 @@ class Execution:
 
     def __post_init__(self) -> None:
         self._tools = Tools(
-            self.store, self.clock, self.chance, self.prepare, self.origin, self.resources, self.middleware
+            self.store,
+            self.clock,
+            self.chance,
+            self.prepare,
+            self.origin,
+            self.resources,
+            self.threads,
+            self.middleware,
         )
 
     async def __aenter__(self) -> Execution:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 from onefold import limits
 from onefold.batch import Batch, SyncBatch
-from onefold.blocking import SyncContext, SyncWork
+from onefold.blocking import SyncContext, SyncWork, run_in_thread
 from onefold.context import Context
 from onefold.errors import HandlerError
 from onefold.inside import current
@@ -30,7 +29,7 @@ def make_ready(task: Task[Any, Any], work: Work, arguments: Mapping[str, Any], t
     if handler.is_async:
         return partial(handler.function, work, **arguments) if takes_work else partial(handler.function, **arguments)
     given = (_for_a_thread(work, threads),) if takes_work else ()
-    return partial(_run_in_thread, partial(handler.function, *given, **arguments), task, work, threads)
+    return partial(run_in_thread, partial(handler.function, *given, **arguments), task.name, work, threads)
 
 
 def _for_a_thread(work: Work, threads: Threads) -> SyncWork:
@@ -38,15 +37,6 @@ def _for_a_thread(work: Work, threads: Threads) -> SyncWork:
         return SyncBatch(work, threads)
     assert isinstance(work, Context)
     return SyncContext(work, threads)
-
-
-async def _run_in_thread(call: Callable[[], Any], task: Task[Any, Any], work: Work, threads: Threads) -> Any:
-    result = await threads.run(call, what=f"{task.name} {work.leases[0].id}", wake=work.cancel_tasks)
-    if inspect.isawaitable(result):
-        if isinstance(result, Coroutine):
-            result.close()
-        raise HandlerError(f"{task.name} is a plain function and returned an awaitable; declare it with `async def`")
-    return result
 
 
 async def end_strays(work: Work) -> list[str]:

@@ -8,6 +8,7 @@ Asked for something that the journal does not have although it goes on with some
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -25,8 +26,10 @@ logger = logging.getLogger("onefold")
 
 #: Kinds that stand for what the code asked for, under the name it asked with.
 _ASKED = (StepKind.RESULT, StepKind.FAILED, StepKind.TIMER, StepKind.SENT, StepKind.TAKEN)
+#: Those of them that may be given a second time, after a redrive: how a step or child failed, what a wait was given.
+_VERDICTS = (StepKind.FAILED, StepKind.TAKEN)
 #: Those of them that say nothing more.
-_PLAIN = frozenset(_ASKED) - {StepKind.TAKEN}
+_PLAIN = frozenset(_ASKED) - set(_VERDICTS)
 _STEPS_WARNED = round(limits.STEPS_MAX * limits.STEPS_WARNING)
 
 encode = msgspec.json.Encoder().encode
@@ -83,12 +86,14 @@ class Journal:
         "_run_id",
         "_taken",
         "_unasked",
+        "_verdicts",
         "asked",
         "notes",
         "pending",
         "restarts",
         "rounds",
         "sends",
+        "struck",
     )
 
     def __init__(self, run_id: str, steps: Iterable[Step] = (), *, replay_count: int = 0) -> None:
@@ -102,6 +107,10 @@ class Journal:
         self._ends: dict[str, list[Ended]] = {}
         self._taken: set[str] = set()
         self._ordinals: dict[str, int] = {}
+        #: In which replay the verdict on a name was given.
+        self._verdicts: dict[str, int] = {}
+        #: Names of which the code was told a failure from before a redrive, and where, until it has dealt with that.
+        self.struck: dict[str, str] = {}
         #: What the code asked for last, by branch.
         self._last: dict[str, str] = {}
         #: How many steps the code has asked for.
@@ -138,6 +147,10 @@ class Journal:
             self.rounds += step.value == UNDONE
         elif step.kind is StepKind.TAKEN and (taken := decode_text(step.value)) is not None:
             self._taken.add(taken)
+        elif step.kind is StepKind.RETRY and (reopened := _reopened(step)) is not None:
+            self._verdicts.pop(reopened, None)
+            for kind in _VERDICTS:
+                self._lines.pop((reopened, kind), None)
         return _asked_for(step)
 
     # names
@@ -159,8 +172,16 @@ class Journal:
             self._limit_steps()
         if unasked := self._unasked.get(branch):
             unasked.pop(name, None)
+        if self.struck:
+            self._deal(branch)
         self._last[branch] = name
         return name
+
+    def _deal(self, branch: str) -> None:
+        """The code goes on in this branch: it has dealt with the failures that it was told there or below."""
+        for name, place in list(self.struck.items()):
+            if place.startswith(branch) or branch.startswith(place):
+                del self.struck[name]
 
     def _limit_steps(self) -> None:
         """Warn of a run that has almost as many steps as it may, and end one that has more."""
@@ -213,15 +234,36 @@ class Journal:
             self._keep(step)
 
     def _keep(self, step: Step) -> None:
-        self._lines[step.name, step.kind] = step
+        if step.kind in _VERDICTS:
+            name, replay = _verdict_on(step)
+            self._lines[name, step.kind] = step
+            self._verdicts[name] = replay
+        else:
+            self._lines[step.name, step.kind] = step
         if step.kind is StepKind.CHILD:
             self._ends.setdefault(asked_name(step.name), []).append(decode_ended(step.value))
 
-    def went_on(self, line: Step) -> bool:
-        """Whether the run did more after this line: it was through with it then, even if a clock was set back since."""
-        if not (unasked := self._unasked.get(branch_of(line.name))):
-            return False
-        return max(unasked.values()) > line.seq
+    def went_on(self, line: Step, here: str) -> bool:
+        """Whether the run did more after this line, for which the code in the branch ``here`` waits.
+
+        It was through with it then, even if a clock was set back since.
+        """
+        return any(
+            max(unasked.values()) > line.seq
+            for branch, unasked in self._unasked.items()
+            if unasked and self._comes_after(branch, here)
+        )
+
+    def _comes_after(self, other: str, here: str) -> bool:
+        """Whether the code asks for what lies in one branch only when it is through with what it awaits in another.
+
+        That is so for the branch itself, for those around it, and for those of any gather that has not begun yet.
+        """
+        if here.startswith(other):
+            return True
+        around = f"{shared}/" if (shared := posixpath.commonpath([other, here])) else ""
+        number = other[len(around) :].partition("#")[2].partition(".")[0]
+        return number.isdigit() and int(number) > self._ordinals.get(f"{around}gather", 0)
 
     @property
     def has_pending(self) -> bool:
@@ -249,6 +291,22 @@ class Journal:
     def try_line(self, name: str, number: int) -> str:
         """Name the line of a failed try; a redrive begins anew."""
         return f"{name}!{self._replay_count}.{number}"
+
+    def verdict_line(self, name: str) -> str:
+        """Name the line of a verdict; a redrive may bring another one."""
+        return f"{name}!{self._replay_count}" if self._replay_count else name
+
+    def is_old(self, name: str) -> bool:
+        """Whether the verdict on this is from before a redrive."""
+        return self._verdicts.get(name, self._replay_count) < self._replay_count
+
+    def reopen(self, names: Iterable[str]) -> list[Step]:
+        """Return the lines by which old failures are forgotten, so that the redriven run tries again."""
+        failed = ((name, self._lines.get((name, StepKind.FAILED))) for name in names)
+        return [
+            Step(f"{name}!{self._verdicts[name]}", StepKind.RETRY, encode(Retried(_failure_in(line), 0.0, False)))
+            for name, line in failed
+        ]
 
     def sent(self, name: str, fingerprint: bytes) -> Sent | None:
         """Return the message that was sent under this name."""
@@ -279,7 +337,7 @@ class Journal:
             elif step.name not in self._taken:
                 self.pause(branch_of(name), name)
                 self._taken.add(step.name)
-                self.pending.append(Step(name, StepKind.TAKEN, encode(step.name)))
+                self.pending.append(Step(self.verdict_line(name), StepKind.TAKEN, encode(step.name)))
                 return step
         return None
 
@@ -330,8 +388,48 @@ def branch_of(name: str) -> str:
     return name[: name.rfind("/") + 1]
 
 
+def standing(steps: Iterable[Step]) -> list[Step]:
+    """Return the lines of a journal that count, under the names that the code asks with.
+
+    A failure after which a redriven run tried again does not count any more.
+    """
+    found: dict[tuple[str, StepKind], Step] = {}
+    for step in steps:
+        if step.kind in _VERDICTS:
+            step = msgspec.structs.replace(step, name=_verdict_on(step)[0])
+        elif step.kind is StepKind.RETRY and (reopened := _reopened(step)) is not None:
+            for kind in _VERDICTS:
+                found.pop((reopened, kind), None)
+        found[step.name, step.kind] = step
+    return list(found.values())
+
+
+def _verdict_on(step: Step) -> tuple[str, int]:
+    """Return what a verdict is about, and in which replay it was given."""
+    name, _, replay = step.name.partition("!")
+    return name, int(replay or 0)
+
+
+def _reopened(step: Step) -> str | None:
+    """Return whose failure is forgotten by this line, if one is; the other lines of its kind have a dot."""
+    name, _, replay = step.name.rpartition("!")
+    return name if replay.isdigit() else None
+
+
+def _failure_in(line: Step | None) -> Failure | None:
+    """Return why a step or a child failed, from the line that says so; a signal that did not come has none."""
+    if line is None:
+        return None
+    try:
+        return decode_failure(line.value)
+    except msgspec.ValidationError:
+        return decode_ended(line.value).failure
+
+
 def _asked_for(step: Step) -> str | None:
     """Return the name of the step for which the code has written this line, if the line tells."""
+    if step.kind in _VERDICTS:
+        return _verdict_on(step)[0]
     if step.kind in _ASKED or step.kind is StepKind.BEGUN:
         return step.name
     if step.kind is StepKind.RETRY:

@@ -32,6 +32,7 @@ from onefold.status import begun_steps, cause_of
 from onefold.step import Step
 from onefold.store import Lease, Query, Record
 from onefold.stretch import Parking, Stretch
+from onefold.threads import Threads
 from onefold.tools import Tools
 from onefold.workflow import Run, Workflow
 
@@ -124,7 +125,7 @@ async def _rehearse(
     """Run a workflow against its journal and return what is wrong, if anything."""
     now = app._clock.now()
     lease = Lease(record.envelope, record.fence, 1, 0, record.replay_count, now, "preflight")
-    tools = Tools(app.store, app._clock, app._chance, app._prepare, str(app.origin), None)
+    tools = Tools(app.store, app._clock, app._chance, app._prepare, str(app.origin), None, Threads())
     if isinstance(workflow, Saga) and cause_of(steps, record.replay_count) is not None:
         return await _rehearse_undo(workflow, lease, tools, steps)
     journal = Journal(lease.id, steps, replay_count=record.replay_count)

@@ -14,7 +14,16 @@ import msgspec
 from onefold.chronicle import Chronicle, Entry, Kind, Letter, Standing, Try, make_head, moment
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.effects import LedgerEntry, entries
-from onefold.journal import branch_of, decode_ended, decode_failure, decode_retried, decode_sent, decode_text, due_at
+from onefold.journal import (
+    branch_of,
+    decode_ended,
+    decode_failure,
+    decode_retried,
+    decode_sent,
+    decode_text,
+    due_at,
+    standing,
+)
 from onefold.step import UNDO_PREFIX, Step, StepKind, asked_name
 from onefold.store import Attempt, Failure, Record, State
 
@@ -30,7 +39,7 @@ def make_chronicle(
     now: int,
 ) -> Chronicle:
     """Return the chronicle of a message; ``sent`` has, by their ids, those that it sent."""
-    lines = list(steps)
+    lines = standing(steps)
     told, mailbox = _read_mailbox(lines)
     if record.state is State.DONE:
         # What its last stretch was given is not written down any more, and nothing else will be.

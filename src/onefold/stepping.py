@@ -7,14 +7,19 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypedDict, TypeVar
+from weakref import WeakKeyDictionary
 
 from onefold import limits
+from onefold.blocking import run_in_thread
 from onefold.codec import ResultCodec, result_codec
+from onefold.context import Context
 from onefold.errors import ConfigurationError, HandlerTimeoutError, seconds
 from onefold.options import DEFAULT_RETRY
 from onefold.retry import RetryPolicy
 from onefold.task import BoundTask, Task, takes_first
+from onefold.threads import Threads
 from onefold.undo import Undo, check_undo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,6 +98,8 @@ def declare(function: F, options: CallOptions) -> F:
 def check_command(task: Task[Any, Any] | BoundTask[Any, Any], settings: StepSettings) -> None:
     """Refuse what a step that is a task cannot have."""
     name = task.task.name if isinstance(task, BoundTask) else task.name
+    if isinstance(task, BoundTask) and task.bound.get("if_dead", "keep") != "keep":
+        raise ConfigurationError(f"{name}: if_dead='redrive' reopens another message; send it in a step or outside")
     if settings.retry is not DEFAULT_RETRY:
         raise ConfigurationError(f"{name}: a task is retried by its own policy; give retry= to the task")
     if settings.undo is not None:
@@ -124,12 +131,12 @@ class StepFunction:
         """Return this function with a timeout, unless something was said about it."""
         return StepFunction(self._function, self.settings.within(most))
 
-    async def call(self, context: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call it; a plain function runs in a thread of its own, so that it may block."""
-        given = (context, *args) if self.takes_context else args
+    async def call(self, context: Context, args: tuple[Any, ...], kwargs: Mapping[str, Any], threads: Threads) -> Any:
+        """Call it; a plain function runs in one of the worker's threads, as that of a task does, so it may block."""
         if self._is_async:
+            given = (context, *args) if self.takes_context else args
             return await self._function(*given, **kwargs)
-        return await asyncio.to_thread(self._function, *given, **kwargs)
+        return await run_in_thread(partial(self._function, *args, **kwargs), self.name, context, threads)
 
     @property
     def codec(self) -> ResultCodec:
@@ -137,23 +144,25 @@ class StepFunction:
         return self._codec
 
 
-#: What is known of functions by their code, which those made anew in every run have in common.
-_known: dict[Any, tuple[bool, bool, ResultCodec]] = {}
+#: What is known of functions that are still there.  Not by their code: what one decorator or one factory makes has one
+#: code and many signatures, and those of a function that is made anew in every run take 30 µs to find again.
+_known: WeakKeyDictionary[Callable[..., Any], tuple[bool, bool, ResultCodec]] = WeakKeyDictionary()
 
 
 def _facts(function: Callable[..., Any]) -> tuple[bool, bool, ResultCodec]:
     """Say whether it takes a context, whether it is asynchronous, and how its result is kept."""
-    code = getattr(function, "__code__", None)
-    # Equal code in two files may still have other hints.
-    place = None if code is None else (code.co_filename, code)
-    facts = _known.get(place)
-    if facts is None:
-        is_async = inspect.iscoroutinefunction(function)
-        codec = result_codec(function, most=limits.STEP_BYTES_MAX)
-        facts = (takes_first(function, "Context", "ctx"), is_async, codec)
-        if place is not None:
-            _known[place] = facts
-    return facts
+    try:
+        known = _known.get(function)
+    except TypeError:  # an object that can be called, but neither hashed nor referred to weakly
+        return _find_facts(function)
+    if known is None:
+        known = _known[function] = _find_facts(function)
+    return known
+
+
+def _find_facts(function: Callable[..., Any]) -> tuple[bool, bool, ResultCodec]:
+    codec = result_codec(function, most=limits.STEP_BYTES_MAX)
+    return takes_first(function, "Context", "ctx"), inspect.iscoroutinefunction(function), codec
 
 
 async def in_time(call: Callable[[], Awaitable[R]], most: float | None, name: str) -> R:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,14 +35,16 @@ from onefold.step import Note, Step, StepKind
 from onefold.stepping import StepFunction, in_time
 from onefold.store import Dead, Failure, Lease, Parked, Transaction
 from onefold.task import Call
+from onefold.threads import BusyError
 from onefold.tools import Tools
 
 logger = logging.getLogger("onefold")
 
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
 
 #: Nothing more can be done under this claim, whatever the workflow makes of the exception.
-_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError)
+_FATAL = (ReplayError, UncertainError, LeaseLostError, StoreUnavailableError, BusyError)
 
 #: Where the code is: the names of its steps begin with it.
 branch: ContextVar[str] = ContextVar("onefold_branch", default="")
@@ -66,6 +68,7 @@ class Stretch:
 
     __slots__ = (
         "_began",
+        "_fresh",
         "_hold",
         "_leaving",
         "_parked",
@@ -84,6 +87,12 @@ class Stretch:
         self.tools = tools
         self._hold = hold
         self._began = tools.clock.steady()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set out from the beginning of the code."""
+        #: What the code was told that failed in this replay of the run.
+        self._fresh: list[BaseException] = []
         self._waits: list[Wait] = []
         #: Commits under way that carry decisions of the run; a branch may act on one that another branch is writing.
         self._leaving: set[asyncio.Future[None]] = set()
@@ -104,6 +113,34 @@ class Stretch:
     def now(self) -> int:
         """The time by the store's clock."""
         return self.lease.claimed_at + self.tools.clock.steady() - self._began
+
+    # failures
+
+    def failing(self, name: str, error: E, place: str | None = None) -> E:
+        """Take down what the code is told, and where if not in this branch: a failure from now or before a redrive."""
+        if self.journal.is_old(name):
+            self.journal.struck[name] = branch.get() if place is None else place
+        else:
+            self._fresh.append(error)
+        return error
+
+    async def reopen(self, error: BaseException) -> bool:
+        """Set out anew if the code fails because of failures from before a redrive, and forget those.
+
+        Those stay with which the code has dealt: it asked for something after it was told of them.
+        """
+        names = list(self.journal.struck)
+        if not names or self.over is not None or self.parking or not isinstance(error, Exception):
+            return False
+        if any(one is fresh for one in _chain(error) for fresh in self._fresh):
+            return False
+        lease, store = self.lease, self.tools.store
+        # What is pending was decided on the way to this end, and is decided anew on the way to another.
+        await store.record(lease, self.journal.reopen(names))
+        self.journal = Journal(lease.id, await store.steps(lease.id), replay_count=lease.replay_count)
+        self._begin()
+        logger.info("failures_reopened run_id=%s steps=%s", lease.id, ",".join(names))
+        return True
 
     # waiting
 
@@ -222,7 +259,9 @@ class Stretch:
                 if isinstance(awaitable, Coroutine):
                     awaitable.close()  # one that never began is nothing to warn of
             raise
-        if any(isinstance(task.exception(), Parking) for task in tasks):
+        # Each task is asked, or asyncio complains of those that were not.
+        raised = [task.exception() for task in tasks]
+        if any(isinstance(error, Parking) for error in raised):
             raise Parking
         return [task.result() for task in tasks]
 
@@ -271,7 +310,7 @@ class Stretch:
                 over.set_result(None)
 
     async def secure(self) -> None:
-        """Write down what the run has decided, before anything acts on it; costs nothing when it has decided nothing."""
+        """Write down what the run has decided, before anything acts on it; nothing is written if it has not."""
         while self._leaving:
             await asyncio.wait(self._leaving)
         if self.journal.has_pending:
@@ -303,7 +342,7 @@ class Stretch:
         if (known := self.find(name, StepKind.RESULT, fingerprint)) is not None:
             return function.codec.decode(known.value)
         if (failed := self.find(name, StepKind.FAILED, fingerprint)) is not None:
-            raise step_error(name, decode_failure(failed.value))
+            raise self.failing(name, step_error(name, decode_failure(failed.value)))
         self.begin(name)
         tries = self.journal.tries(name)
         attempt = 1
@@ -347,7 +386,7 @@ class Stretch:
             bearer=hold,
             origin=tools.origin,
         )
-        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs)
+        call: Callable[[], Awaitable[Any]] = partial(function.call, context, args, kwargs, tools.threads)
         for middleware in reversed(tools.middleware):
             call = partial(middleware, context, call)
         token = current.set(context)
@@ -388,8 +427,9 @@ class Stretch:
             type(error).__name__,
         )
         if isinstance(outcome, Dead):
-            self.journal.pending.append(Step(name, StepKind.FAILED, encode(outcome.failure), fingerprint))
-            raise step_error(name, outcome.failure) from error
+            line = self.journal.verdict_line(name)
+            self.journal.pending.append(Step(line, StepKind.FAILED, encode(outcome.failure), fingerprint))
+            raise self.failing(name, step_error(name, outcome.failure)) from error
         in_place = outcome.delay <= limits.RETRY_IN_PLACE_SECONDS
         # One that uses up no attempt and holds the worker may be repeated many times a minute: no line for each.
         if outcome.counted or not in_place:
@@ -434,6 +474,17 @@ async def leave(transaction: Transaction, sends: Sequence[Envelope], notes: Sequ
                 raise KeyReuseError(envelope.message_type, envelope.idempotency_key, stored.id)
     for note in notes:
         await transaction.record(note.message_id, [note.step])
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Return an error and those that it was raised from or after."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
 def step_error(name: str, failure: Failure) -> StepError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from onefold.clock import Clock
 from onefold.store import Store
+from onefold.threads import Threads
 from onefold.transaction import Prepare
 
 #: Wraps every run of a handler or step: ``async def middleware(ctx, proceed): return await proceed()``.
@@ -27,4 +28,6 @@ class Tools:
     #: Where keys for outside providers come from.
     origin: str
     resources: Any
+    #: Where plain functions run, those of tasks and those of steps.
+    threads: Threads
     middleware: Sequence[Middleware] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 import msgspec
@@ -167,7 +167,7 @@ class Run:
             stretch.begin(name)
             journal.pending.append(Step(name, StepKind.TIMER, encode(length), fingerprint))
             await stretch.wait_for(length)
-        elif stretch.is_before(until := due_at(timer)) and not journal.went_on(timer):
+        elif stretch.is_before(until := due_at(timer)) and not journal.went_on(timer, branch.get()):
             await stretch.wait(Wait(until))
 
     @overload
@@ -206,15 +206,15 @@ class Run:
             return codec.decode(step.value)
         late = SignalTimeoutError(f"run {self.id}: no signal {signal!r} came in time")
         if taken is not None:
-            raise late
+            raise stretch.failing(name, late)
         if timer is None:
             # Without a limit too: so that people see what it waits for, and a change of the code is noticed.
             journal.pending.append(Step(name, StepKind.TIMER, encode(length)))
             await stretch.wait_for(length, awaits=1)
         else:
             await stretch.wait_until(due_at(timer), awaits=1)
-        journal.pending.append(Step(name, StepKind.TAKEN, encode(None)))
-        raise late
+        journal.pending.append(Step(journal.verdict_line(name), StepKind.TAKEN, encode(None)))
+        raise stretch.failing(name, late)
 
     # others
 
@@ -267,18 +267,35 @@ class Run:
     # several at once
 
     @overload
-    def gather(self, one: Awaitable[A], two: Awaitable[B], /) -> Coroutine[Any, Any, tuple[A, B]]: ...
+    def gather(
+        self, one: Awaitable[A], two: Awaitable[B], /, *, return_exceptions: Literal[False] = False
+    ) -> Coroutine[Any, Any, tuple[A, B]]: ...
     @overload
     def gather(
-        self, one: Awaitable[A], two: Awaitable[B], three: Awaitable[C], /
+        self, one: Awaitable[A], two: Awaitable[B], /, *, return_exceptions: Literal[True]
+    ) -> Coroutine[Any, Any, tuple[A | Exception, B | Exception]]: ...
+    @overload
+    def gather(
+        self, one: Awaitable[A], two: Awaitable[B], three: Awaitable[C], /, *, return_exceptions: Literal[False] = False
     ) -> Coroutine[Any, Any, tuple[A, B, C]]: ...
     @overload
-    def gather(self, /, *awaitables: Awaitable[R]) -> Coroutine[Any, Any, tuple[R, ...]]: ...
-    def gather(self, /, *awaitables: Awaitable[Any]) -> Any:
+    def gather(
+        self, one: Awaitable[A], two: Awaitable[B], three: Awaitable[C], /, *, return_exceptions: Literal[True]
+    ) -> Coroutine[Any, Any, tuple[A | Exception, B | Exception, C | Exception]]: ...
+    @overload
+    def gather(
+        self, /, *awaitables: Awaitable[R], return_exceptions: Literal[False] = False
+    ) -> Coroutine[Any, Any, tuple[R, ...]]: ...
+    @overload
+    def gather(
+        self, /, *awaitables: Awaitable[R], return_exceptions: Literal[True]
+    ) -> Coroutine[Any, Any, tuple[R | Exception, ...]]: ...
+    def gather(self, /, *awaitables: Awaitable[Any], return_exceptions: bool = False) -> Any:
         """Do several things at once and return their results in this order, when all are through.
 
         Takes steps, children, waits and coroutines that use the run; children wake the run once, when all have ended.
-        If some fail, all are waited for, and the first of them in this order is raised.
+        If some fail, all are waited for, and the first of them in this order is raised.  With ``return_exceptions``
+        nothing is raised: the exceptions of those that failed stand among the results, in their places.
         """
         try:
             self._stretch.refuse()
@@ -289,24 +306,28 @@ class Run:
             raise
         here = branch.get()
         number = self._journal.ordinal(f"{here}gather")
-        return self._gather(f"{here}gather#{number}.", awaitables)
+        return self._gather(f"{here}gather#{number}.", awaitables, return_exceptions)
 
-    async def _gather(self, name: str, awaitables: Sequence[Awaitable[Any]]) -> tuple[Any, ...]:
+    async def _gather(self, name: str, awaitables: Sequence[Awaitable[Any]], keep: bool) -> tuple[Any, ...]:
         children = [one for one in awaitables if isinstance(one, Child)]
         jobs = [(f"{name}{n}/", one) for n, one in enumerate(awaitables) if not isinstance(one, Child)]
         if jobs:
-            group = [(branch.get(), self._children.results(children))] if children else []
+            group = [(branch.get(), self._children.results(children, name))] if children else []
             answers = await self._stretch.branches([*jobs, *group])
         else:
-            answers = [await self._children.results(children)]
+            answers = [await self._children.results(children, name)]
         ended = answers.pop() if children else []
         if isinstance(ended, Raised):
             raise ended.error
+        # What ends the stretch is no failure of one branch, and nothing to be kept among results.
+        self._stretch.refuse()
         of_children, of_others = iter(ended), iter(answers)
         results = [next(of_children if isinstance(one, Child) else of_others) for one in awaitables]
-        for result in results:
+        for number, result in enumerate(results):
             if isinstance(result, Raised):
-                raise result.error
+                if not (keep and isinstance(result.error, Exception)):
+                    raise result.error
+                results[number] = result.error
         return tuple(results)
 
     # time and chance

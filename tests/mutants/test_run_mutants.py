@@ -1,4 +1,4 @@
-"""Defects of runs and of the effect ledger, put back: the crash points and the tests of the ledger find each of them."""
+"""Defects of runs and of the effect ledger, put back: the crash points and the tests of the ledger find them."""
 
 from __future__ import annotations
 

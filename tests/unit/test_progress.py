@@ -18,6 +18,7 @@ from onefold import (
     LimitError,
     Progress,
     Receipt,
+    RetryPolicy,
     Run,
     StoreError,
     SyncBatch,
@@ -27,6 +28,7 @@ from onefold import (
 )
 from onefold.progress import Pulse, make_said
 from onefold.store import Said
+from onefold.testing import drain
 from onefold.testing.faults import Fault, FaultyStore
 
 if TYPE_CHECKING:
@@ -370,6 +372,60 @@ def test_the_next_run_goes_on_from_the_last_checkpoint(bench: Bench) -> None:
             await bench.work()
             await receipt.result()
         assert began == [{"row": 0}, {"row": 2}, None, 1]
+
+    bench.run(scenario)
+
+
+def test_of_several_checkpoints_at_once_the_last_one_counts(bench: Bench) -> None:
+    """They are written in the order in which they were asked for, and the next run finds what this one believes in."""
+    seen = list[Any]()
+
+    @bench.app.task(retry=RetryPolicy(base=1.0, fixed=True))
+    async def work(ctx: Context) -> None:
+        seen.append(await ctx.last_checkpoint())
+        await asyncio.gather(*(ctx.checkpoint(number) for number in range(5)))
+        seen.append(await ctx.last_checkpoint())
+        if ctx.attempt == 1:
+            raise ValueError("again")
+
+    async def scenario() -> None:
+        await work.send()
+        await drain(bench.app)
+        assert seen == [None, 4, 4, 4]
+
+    bench.run(scenario)
+
+
+def test_a_checkpoint_that_the_caller_gave_up_does_not_swallow_the_next(
+    sqlite_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its line may be written all the same, so the next one takes another number."""
+    bench, seen = sqlite_bench, list[Any]()
+
+    @bench.app.task(retry=RetryPolicy(base=1.0, fixed=True))
+    async def work(ctx: Context) -> None:
+        seen.append(await ctx.last_checkpoint())
+        if ctx.attempt > 1:
+            return
+        store = bench.app.store
+        record = store.record
+
+        async def hang(owner: Any, steps: Any) -> Any:
+            await record(owner, steps)
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "record", hang)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await ctx.checkpoint("given up")
+        await ctx.checkpoint("last")
+        raise ValueError("again")
+
+    async def scenario() -> None:
+        await work.send()
+        await drain(bench.app)
+        assert seen == [None, "last"]
 
     bench.run(scenario)
 

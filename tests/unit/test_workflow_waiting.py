@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -680,5 +681,128 @@ def test_many_runs_at_once_keep_their_journals_apart(bench: Bench) -> None:
         await bench.work()
         assert [await receipt.result() for receipt in receipts] == [n + 5 for n in range(60)]
         assert await bench.app.find(Query(states=(State.SCHEDULED, State.LEASED, State.PARKED))) == []
+
+    bench.run(scenario)
+
+
+def test_single_failures_may_be_kept_among_the_results(bench: Bench) -> None:
+    """M21: of steps, children, waits and coroutines; what the run makes of them is the same on every replay."""
+    once = RetryPolicy(max_attempts=1)
+
+    @bench.app.task(retry=once)
+    async def child(number: int) -> int:
+        if number == 2:
+            raise ValueError("the child fails")
+        return number
+
+    async def step(number: int) -> int:
+        if number == 2:
+            raise ValueError("the step fails")
+        return number
+
+    async def branch(run: Run, number: int) -> int:
+        if number == 2:
+            raise KeyError("the branch fails")
+        return await run.child(child, number)
+
+    @bench.app.workflow(retry=once)
+    async def flow(run: Run) -> list[str]:
+        strict = run.options(retry=once)
+        found = await run.gather(
+            run.child(child, 1), run.child(child, 2), strict.step(step, 1), strict.step(step, 2),
+            branch(run, 1), branch(run, 2), run.signal("go", timeout=1),
+            return_exceptions=True,
+        )  # fmt: skip
+        await run.sleep(1)
+        return [type(one).__name__ if isinstance(one, Exception) else str(one) for one in found]
+
+    async def scenario() -> None:
+        receipt = await flow.send()
+        await drain(bench.app)
+        assert await receipt.result() == ["1", "DeadError", "1", "StepError", "1", "KeyError", "SignalTimeoutError"]
+
+    bench.run(scenario)
+
+
+def test_branches_that_wait_leave_no_noise_behind(sqlite_bench: Bench) -> None:
+    """M21: asyncio complains, when a task is collected, of an exception that it was not asked for."""
+    bench, noise = sqlite_bench, list[str]()
+
+    @bench.app.task
+    async def item(number: int) -> int:
+        return number
+
+    @bench.app.workflow
+    async def fan(run: Run) -> int:
+        async def one(number: int) -> int:
+            return await run.child(item, number)
+
+        return sum(await run.gather(*(one(number) for number in range(10))))
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context["message"]))
+        receipt = await fan.send()
+        await bench.work()
+        assert await receipt.result() == 45
+        gc.collect()
+        assert noise == []
+
+    bench.run(scenario)
+
+
+def test_commands_of_others_that_were_given_up_do_not_keep_the_run_busy(bench: Bench) -> None:
+    """They are waited for no longer, so they count neither among those who report nor among those to be looked for."""
+    stretches = list[int]()
+
+    @bench.app.task(key="{key}", queue="nobody")
+    async def foreign(key: str) -> int:
+        return 1
+
+    @bench.app.task(queue="nobody")
+    async def own() -> int:
+        return 2
+
+    @bench.app.workflow
+    async def flow(run: Run) -> int:
+        stretches.append(1)
+        first, second = (run.options(timeout=1).step(foreign, key) for key in "ab")
+        found = await run.gather(first, second, run.child(own), return_exceptions=True)
+        assert all(isinstance(one, StepError) for one in found[:2])
+        assert isinstance(found[2], int)
+        return found[2]
+
+    async def scenario() -> None:
+        await foreign.send("a")
+        await foreign.send("b")
+        receipt = await flow.send()
+        for _ in range(20):
+            await bench.app.work(queues=["default"], until_idle=True)
+            bench.clock.advance(1)
+        assert len(stretches) == 2
+        await bench.app.work(queues=["nobody"], until_idle=True)
+        await bench.work()
+        assert (await receipt.result(), len(stretches)) == (2, 3)
+
+    bench.run(scenario)
+
+
+@pytest.mark.parametrize("verb", ["child", "step", "send"])
+def test_a_run_cannot_reopen_the_dead_letter_of_another(sqlite_bench: Bench, verb: str) -> None:
+    """It would be ignored; so it is refused, at the call."""
+    bench = sqlite_bench
+
+    @bench.app.task(key="{key}")
+    async def task(key: str) -> None: ...
+
+    @bench.app.workflow(retry=RetryPolicy(max_attempts=1))
+    async def flow(run: Run) -> str:
+        with pytest.raises(ConfigurationError, match="if_dead='redrive' reopens another message"):
+            await getattr(run, verb)(task.options(if_dead="redrive"), "k")
+        return "refused"
+
+    async def scenario() -> None:
+        receipt = await flow.send()
+        await bench.work()
+        assert await receipt.result() == "refused"
 
     bench.run(scenario)

@@ -16,6 +16,7 @@ import msgspec
 from onefold.app import App
 from onefold.context import Context
 from onefold.errors import CancelledMessageError, DeadError, SignalTimeoutError, StepError, StoreUnavailableError
+from onefold.journal import standing
 from onefold.retry import RetryPolicy
 from onefold.step import StepKind
 from onefold.store import Query, Record, State
@@ -169,7 +170,7 @@ class Journeys(Workload):
                 one.envelope.id,
                 self.key_of(one),
                 one.state,
-                steps.read(one.envelope.id),
+                standing(steps.read(one.envelope.id)),
                 [effect for effect in effects if effect.run_id == one.envelope.id],
                 one.result,
             )
