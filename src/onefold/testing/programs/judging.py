@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from onefold.journal import decode_begun, decode_ended
+from onefold.journal import decode_begun, decode_ended, standing
 from onefold.status import SagaStatus, begun_steps, read_saga
 from onefold.step import UNDO_PREFIX, Step, StepKind
 from onefold.store import Record, State
@@ -40,7 +40,7 @@ class Evidence:
         envelope = self.record.envelope
         self.program = msgspec.json.decode(envelope.payload_inline or b"")["body"]
         key = f"{envelope.message_type}:{envelope.subject or envelope.id}"
-        self.story = Story(envelope.id, key, self.record.state, self.lines, (), self.record.result)
+        self.story = Story(envelope.id, key, self.record.state, standing(self.lines), (), self.record.result)
 
     @property
     def happened(self) -> list[Deed]:
