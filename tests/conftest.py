@@ -26,7 +26,7 @@ _MARK = pytest.StashKey[str]()
 _database_numbers = itertools.count(1)
 
 #: Properties that tests record and whose totals are printed at the end.
-_COUNTED = ("crash points on ", "simulated worlds")
+_COUNTED = ("crash points on ", "simulated worlds", "generated ")
 #: A property that is printed as it is: what was done at random, with its seed.
 _SHOWN = "chaos"
 

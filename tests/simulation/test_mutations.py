@@ -28,16 +28,16 @@ from onefold.stretch import Stretch
 from onefold.testing import HastyClock, drain
 from onefold.testing.checker import Effect, Entry, Final, Journal, check
 from onefold.testing.crash import Point, crash_points
-from onefold.testing.simulation import Simulation
+from onefold.testing.simulation import Kind, Simulation
 from onefold.work import Work
 
 #: A defect that hides for longer than this would hide in two thousand seeds too often.
 SEEDS_MAX = 400
 
 
-def _seed_that_finds(*kinds: str, runs: bool = False) -> int:
+def _seed_that_finds(*kinds: str, world: Kind = "tasks") -> int:
     """Run seeds until one shows a violation of these kinds."""
-    with Simulation(runs=runs) as simulation:
+    with Simulation(world) as simulation:
         for seed in range(SEEDS_MAX):
             result = simulation.run(seed)
             broken = [violation for violation in result.report.violations if "the process ended" in violation.problem]
@@ -221,9 +221,9 @@ def test_the_simulation_of_runs_finds_the_defect(
     mutate: Callable[[pytest.MonkeyPatch], None], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    seed = _seed_that_finds(*kinds, runs=True)
+    seed = _seed_that_finds(*kinds, world="runs")
     monkeypatch.undo()
-    with Simulation(runs=True) as simulation:
+    with Simulation("runs") as simulation:
         result = simulation.run(seed)
     assert not result.report, f"it was found without the defect too: {result}"
 

@@ -19,7 +19,7 @@ SEEDS_PER_BLOCK = 25
 def test_no_seed_leaves_a_saga_half_done(block: int, record_property: Callable[[str, object], None]) -> None:
     """Fault 37: timeouts race with success, answers come twice, people cancel, resume and redrive, workers die."""
     record_property("simulated worlds of sagas", SEEDS_PER_BLOCK)
-    with Simulation(sagas=True) as simulation:
+    with Simulation("sagas") as simulation:
         results = [simulation.run(seed) for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK)]
     failed = [str(result) for result in results if result.report]
     assert not failed, "\n\n".join(failed)
@@ -49,5 +49,5 @@ def completed(lines: Any) -> list[Any]:
 def test_a_defect_of_sagas_is_found(monkeypatch: pytest.MonkeyPatch, of: Any, name: str, defect: Any) -> None:
     """Decision 20."""
     monkeypatch.setattr(of, name, defect, raising=False)
-    with Simulation(sagas=True) as simulation:
+    with Simulation("sagas") as simulation:
         assert any(simulation.run(seed).report for seed in range(40))

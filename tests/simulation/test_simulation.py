@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-from onefold.testing.simulation import Simulation, main
+from onefold.testing.simulation import Kind, Simulation, main
 
 #: Blocks are what pytest-xdist spreads over the cores.
 BLOCKS = 8
@@ -52,7 +52,7 @@ def test_no_seed_breaks_a_run(block: int, record_property: Callable[[str, object
     """H1 to H8: each step takes effect once, no wake-up is lost, and what a run saw is what its journal says."""
     number = RUN_SEEDS_PER_BLOCK
     record_property("simulated worlds of workflows", number)
-    with Simulation(runs=True) as simulation:
+    with Simulation("runs") as simulation:
         results = [simulation.run(seed) for seed in range(block * number, (block + 1) * number)]
     failed = [str(result) for result in results if result.report]
     assert not failed, "\n\n".join(failed)
@@ -61,9 +61,9 @@ def test_no_seed_breaks_a_run(block: int, record_property: Callable[[str, object
         assert sum(event in one for one in events) > number // 20, event
 
 
-@pytest.mark.parametrize("runs", [False, True])
-def test_the_same_seed_makes_the_same_history(runs: bool) -> None:
-    with Simulation(runs=runs) as first, Simulation(runs=runs) as second:
+@pytest.mark.parametrize("kind", ["tasks", "runs", "programs", "deals"])
+def test_the_same_seed_makes_the_same_history(kind: Kind) -> None:
+    with Simulation(kind) as first, Simulation(kind) as second:
         for seed in range(10):
             assert first.run(seed).history == second.run(seed).history
         assert first.run(1).history != first.run(2).history

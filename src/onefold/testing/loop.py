@@ -46,6 +46,11 @@ class Process:
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("onefold_process", default=None)
 
 
+def current_process() -> Process | None:
+    """Return the pretended process whose code runs now."""
+    return _process.get()
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Runs one callback at a time, chosen by ``chance``."""
 
@@ -114,6 +119,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 task.exception()
         self.close()
 
+    # The base class ties the arguments to the function's; what they are does not matter here.
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Call a function that would run in a thread; threads would make the order of things depend on the machine."""
+        future: asyncio.Future[Any] = self.create_future()
+        self.call_soon(_answer, future, func, args)
+        return future
+
     def _keep(
         self, loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Any], **options: Any
     ) -> asyncio.Task[Any]:
@@ -179,6 +193,17 @@ class SimulatedClock:
             await future
         finally:
             timer.cancel()
+
+
+def _answer(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        value = func(*args)
+    except BaseException as error:
+        if not future.done():
+            future.set_exception(error)
+    else:
+        if not future.done():
+            future.set_result(value)
 
 
 def _wake(future: asyncio.Future[None]) -> None:

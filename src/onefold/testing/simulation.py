@@ -7,7 +7,7 @@ At the end the faults cease, a fresh worker drains the queues, and the checker l
 The same seed makes the same history, so a failure can be replayed and looked at.
 
 ``python -m onefold.testing.simulation --seeds 2000`` runs many; ``--seed 17`` replays one and prints its history.
-With ``--runs`` the worlds are full of workflows.
+With ``--runs``, ``--sagas``, ``--programs`` and ``--deals`` the worlds are full of other things; see ``KINDS``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from onefold.app import App
 from onefold.stores.sqlite import SQLiteStore
@@ -29,10 +30,21 @@ from onefold.testing.bookings import Bookings, declare_bookings
 from onefold.testing.clock import FakeClock
 from onefold.testing.journeys import Journeys, declare_journeys
 from onefold.testing.loop import SimulatedClock, SimulatedLoop
+from onefold.testing.programs.worlds import Deals, Programs, declare_programs
 from onefold.testing.workload import Tasks, Workload, declare
 from onefold.testing.world import BOOT, Result, World
 
 __all__ = ["Result", "SimulatedClock", "SimulatedLoop", "Simulation", "World", "main"]
+
+Kind = Literal["tasks", "runs", "sagas", "programs", "deals"]
+#: What worlds may be full of: tasks, workflows and sagas written by hand, and workflows and sagas drawn from the seed.
+KINDS: dict[Kind, tuple[type[Workload], Callable[[App], Tasks]]] = {
+    "tasks": (Workload, declare),
+    "runs": (Journeys, declare_journeys),
+    "sagas": (Bookings, declare_bookings),
+    "programs": (Programs, declare_programs),
+    "deals": (Deals, declare_programs),
+}
 
 #: Shared memory, where it exists, spares the disk thousands of small files.
 _FAST_DIRECTORY = "/dev/shm"
@@ -41,18 +53,16 @@ _FAST_DIRECTORY = "/dev/shm"
 class Simulation:
     """Runs seeds, each on its own copy of one migrated database; use it as a context manager.
 
-    With ``runs`` the worlds are full of workflows, with ``sagas`` of sagas: see ``onefold.testing.journeys`` and
-    ``onefold.testing.bookings``.  ``driver`` is the SQLite library below them.
+    ``kind`` says what the worlds are full of, ``driver`` is the SQLite library below them.
     """
 
-    def __init__(self, *, runs: bool = False, sagas: bool = False, driver: Library = "apsw") -> None:
+    def __init__(self, kind: Kind = "tasks", *, driver: Library = "apsw") -> None:
         self._driver = driver
         parent = _FAST_DIRECTORY if Path(_FAST_DIRECTORY).is_dir() else None
         self._directory = Path(tempfile.mkdtemp(prefix="onefold-simulation-", dir=parent))
         self._template = self._directory / "template.db"
         self._declared = App()
-        self._workload: type[Workload] = Bookings if sagas else Journeys if runs else Workload
-        declares = declare_bookings if sagas else declare_journeys if runs else declare
+        self._workload, declares = KINDS[kind]
         self._tasks: Tasks = declares(self._declared)
         asyncio.run(self._migrate())
 
@@ -91,12 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="replay this one and print its history")
-    parser.add_argument("--runs", action="store_true", help="worlds of workflows")
-    parser.add_argument("--sagas", action="store_true", help="worlds of sagas")
+    for kind, (workload, _) in KINDS.items():
+        told = f"worlds of {workload.__name__}"
+        parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="tasks", help=told)
     parser.add_argument("--driver", choices=["apsw", "sqlite3"], default="apsw", help="the SQLite library")
     given = parser.parse_args(arguments)
     failed = 0
-    with Simulation(runs=given.runs, sagas=given.sagas, driver=given.driver) as simulation:
+    with Simulation(given.kind, driver=given.driver) as simulation:
         if given.seed is not None:
             result = simulation.run(given.seed)
             print(*result.history, sep="\n")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from onefold.app import App
 from onefold.context import Context
@@ -20,7 +20,7 @@ from onefold.inspection import DeadLetter
 from onefold.retry import RetryPolicy
 from onefold.store import Query, Record, State
 from onefold.stores.sqlite.drivers import Connection
-from onefold.task import Task
+from onefold.task import Call, Task
 from onefold.testing.checker import Effect, Final, Journal, Violation
 from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
 
@@ -63,6 +63,8 @@ class Workload:
     )
     #: With which options the command line makes such worlds.
     options = ""
+    #: What is declared in every process anew, where that is not the same in all of them: topics know their app.
+    declares: Callable[[App], object] | None = None
     #: The tasks that producers send.
     kinds: tuple[str, ...] = ("write", "order", "relay", "relay-now", "parent")
 
@@ -74,6 +76,8 @@ class Workload:
             for number, kind in enumerate(chance.choices(self.kinds, k=chance.randint(2, 4)))
             for _ in range(chance.randint(1, 3))
         ]
+        #: The programs that are sent, by key, where there are any.
+        self.bodies: dict[str, str] = {}
         #: Messages an operator tried to take back or discard: they may be gone.
         self.given_up: dict[str, str] = {}
         self._misdeeds: Counter[str] = Counter()
@@ -130,7 +134,16 @@ class Workload:
     def _clock(self) -> SimulatedClock:
         return SimulatedClock(self._world.loop, Process("handler"))
 
+    @property
+    def resources(self) -> Any:
+        """What handlers find among their resources."""
+        return self
+
     # producers
+
+    def call(self, app: App, task: Task[Any, Any], key: str) -> Call[Any]:
+        """Return what a producer sends for one key."""
+        return task.call(key)
 
     async def produce(self, tasks: Tasks, app: App, process: Process) -> None:
         """Send what is to be sent, in any order, some of it twice at once; who is not answered sends again."""
@@ -152,7 +165,7 @@ class Workload:
         journal.invoke(process.name, name)
         try:
             if kind != "order":
-                receipt = await app.dispatch(task.call(key))
+                receipt = await app.dispatch(self.call(app, task, key))
             else:
                 async with app.transaction() as transaction:
                     await transaction.execute("INSERT INTO orders VALUES (?) ON CONFLICT DO NOTHING", key)

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from onefold.app import App
 from onefold.clock import MICROSECONDS
@@ -24,9 +26,10 @@ from onefold.stores.sqlite.session import Session
 from onefold.testing.checker import Final, Journal, Report, Violation, check
 from onefold.testing.clock import FakeClock
 from onefold.testing.faults import Fault
-from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
+from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop, current_process
 from onefold.testing.mortal import Crashed, MortalStore, SimulatedStore
 from onefold.testing.workload import Tasks, Workload
+from onefold.threads import Threads
 
 #: All pretended processes run on one machine, which is never started again.
 BOOT = "simulated"
@@ -70,6 +73,8 @@ class Result:
     history: list[str] = field(repr=False)
     #: What the command line needs besides the seed to make the same world.
     options: str = ""
+    #: The generated programs that were in it, by key.
+    programs: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         command = f"python -m onefold.testing.simulation{self.options} --seed {self.seed}"
@@ -150,6 +155,14 @@ class World:
         role = process.name.partition("-")[0]
         self.loop.later(self.chance.uniform(0.01, 2.0), self._succeed, role)
 
+    def kill_current(self, where: str) -> None:
+        """Kill the process whose code runs now, in the middle of it."""
+        process = current_process()
+        for store in self._stores:
+            if process is not None and store._process is process and not process.dead:
+                self.log(process, f"{where}: kill")
+                store.die()
+
     def _succeed(self, role: str) -> None:
         if not self.calm:
             self._begin(role)
@@ -189,9 +202,12 @@ class World:
         store = SimulatedStore(inner, self, process, clock)
         self._stores.append(store)
         app = App(store=store, clock=clock, chance=random.Random(self.chance.getrandbits(64)))
-        # Declaring is half of the time a small world takes, and the same in all of them.
-        app._registry = self._declared._registry
-        app.lifespan(lambda: nullcontext(self.work))
+        if self.work.declares is None:
+            # Declaring is half of the time a small world takes, and the same in all of them.
+            app._registry = self._declared._registry
+        else:
+            self.work.declares(app)
+        app.lifespan(lambda: nullcontext(self.work.resources))
         self._apps[process.name] = app
         return app
 
@@ -210,7 +226,8 @@ class World:
     def run(self) -> Result:
         """Run this world to its end and check it."""
         try:
-            self.loop.run_until_complete(self._everything())
+            with patch.object(Threads, "run", _run_at_once):
+                self.loop.run_until_complete(self._everything())
         except (RuntimeError, OnefoldError) as error:
             self._problems.append(Violation("stuck", "world", (), str(error)))
         report = self.check()
@@ -219,7 +236,7 @@ class World:
             store.break_off()
             store._process.dead = True
         self.loop.bury()
-        return Result(self.seed, report, self.history, self.work.options)
+        return Result(self.seed, report, self.history, self.work.options, self.work.bodies)
 
     async def _everything(self) -> None:
         producers = self.chance.choice(["producer", "operator"]), self.chance.choice(["producer", "operator"])
@@ -300,3 +317,8 @@ class World:
         report = check(self.journal, effects, finals)
         report.violations += [*problems, *self._problems]
         return report
+
+
+async def _run_at_once(threads: Threads, call: Callable[[], Any], **_: object) -> Any:
+    """Call what would run in a thread on the simulated loop, so that its turn is drawn from the seed as well."""
+    return await asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, call)
