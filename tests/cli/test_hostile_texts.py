@@ -104,7 +104,7 @@ async def fill(shop: Any) -> dict[str, str]:
         await shop.placed.publish({"a": text})
         await app.schedule(shop.note.call("x"), "0 0 1 1 *", name="yearly")
         await app.work(until_idle=True)
-        await app.signal(waits.id, "later", text)
+        await app.signal(waits.id, "later", text, id="later-1")
         while len(await app.find(Query(states=(State.PARKED,)))) < 2:
             await app.work(until_idle=True)
         coming = await shop.note.send(text)
@@ -160,6 +160,8 @@ CALLS: dict[str, list[str]] = {
     "runs signal": ["RUN", "go", "--value", json.dumps(HOSTILE.replace("\x00", ""))],
     "runs cancel": ["RUN", *SIGNED],
     "runs resume": ["PAID", *SIGNED],
+    "runs drop-signal": ["RUN", "--signal", "later", "--id", "later-1", *SIGNED],
+    "runs replace-signal": ["RUN", "--signal", "later", "--id", "later-1", "--value", "1", *SIGNED],
     "runs restart": ["RUN", "--from", "create#1", *SIGNED],
     "schedules list": [],
     "schedules show": ["yearly"],

@@ -246,6 +246,7 @@ def drop_signal(
     run: RunId,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     signal: SignalName,
     signal_id: SignalId,
@@ -253,10 +254,14 @@ def drop_signal(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a signal out of a run's mailbox, for instance one that it cannot read; the run looks what is left."""
+    """Take a signal out of a run's mailbox, for instance one that it cannot read; the run looks what is left.
+
+    Changes: the signal is gone, and the run is scheduled.
+
+    Example: onefold runs drop-signal RUN shop.tasks:app --signal paid --id payment-2 --reason 'typed by hand'
+    """
     _act(
-        app,
-        url,
+        find_app(app, url, url_file),
         lambda opened: opened.drop_signal(run, signal, signal_id, actor=who(actor), reason=reason),
         run,
         as_json,
@@ -270,6 +275,7 @@ def replace_signal(
     run: RunId,
     app: AppOrUrl = None,
     url: Url = None,
+    url_file: UrlFile = None,
     *,
     signal: SignalName,
     signal_id: SignalId,
@@ -278,11 +284,15 @@ def replace_signal(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Give a signal in a run's mailbox another value, for instance one that the run can read."""
+    """Give a signal in a run's mailbox another value, for instance one that the run can read.
+
+    Changes: the signal has the new value, and the run is scheduled.
+
+    Example: onefold runs replace-signal RUN shop.tasks:app --signal paid --id payment-2 --value 500 --reason 'a typo'
+    """
     told = read_json("--value", value)
     _act(
-        app,
-        url,
+        find_app(app, url, url_file),
         lambda opened: opened.replace_signal(run, signal, signal_id, told, actor=who(actor), reason=reason),
         run,
         as_json,
