@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from test_state_machine import Scene, StoreMachine
 
+from onefold.errors import SignalError
 from onefold.step import Step, StepKind
 from onefold.store import Failure, Parked
 from onefold.stores import open_store
@@ -56,7 +57,12 @@ class JournalMachine(StoreMachine):
 
     def _tell(self, id_: str, signal: str) -> None:
         step = Step(f"go/{signal}", StepKind.SIGNAL, b"1")
-        recorded = self.scene.run(self.store.record(id_, [step]))
+        try:
+            recorded = self.scene.run(self.store.record(id_, [step]))
+        except SignalError:
+            assert id_ not in self.model.messages
+            return
+        assert id_ in self.model.messages
         assert bool(recorded) is self.model.tell(id_, signal)
         if recorded:
             told = {one.name for one in self.scene.run(self.store.steps(id_))}

@@ -8,9 +8,9 @@ import pytest
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.errors import LeaseLostError, LimitError
-from onefold.step import Step, StepKind
-from onefold.store import Lease, Parked, Query, State
+from onefold.errors import LeaseLostError, LimitError, SignalError
+from onefold.step import Note, Step, StepKind
+from onefold.store import Done, Lease, Parked, Query, State
 from onefold.testing.contracts.bench import ACT, AGAIN, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
 
 WAITING = Parked(None, seen=0)
@@ -200,9 +200,35 @@ class JournalContract(Contract):
         done = await bench.settled(None, DONE)
         cancelled = await bench.put()
         await bench.move(cancelled.id, State.CANCELLED)
-        for id_ in (done.id, cancelled.id, bench.message().id, "no-such-message"):
+        for id_ in (done.id, cancelled.id):
             assert await bench.store.record(id_, [signal("1")]) == []
             assert await bench.store.steps(id_) == []
+
+    @scenario
+    async def test_a_signal_to_a_message_that_is_not_there_is_refused(self, bench: Bench) -> None:
+        for id_ in (bench.message().id, "no-such-message"):
+            with pytest.raises(SignalError):
+                await bench.store.record(id_, [signal("1")])
+            # The end of a child may come after its parent is gone.
+            assert await bench.store.record(id_, [Step("c#1", StepKind.CHILD, b"{}")]) == []
+            assert await bench.store.steps(id_) == []
+
+    @scenario
+    async def test_a_signal_to_a_run_that_is_sent_with_it_reaches_the_one_that_holds_the_key(
+        self, bench: Bench
+    ) -> None:
+        ended = await bench.settled("ended", DONE)
+        sender, late = await bench.leased("sender"), await bench.leased("late")
+        first = await bench.put("k")
+        again, over = bench.message("k"), bench.message("ended")
+        told = Done(b"1", (again,), notes=(Note(again.id, signal("1"), started=True),))
+        assert await bench.store.settle([(sender, told)]) == [True]
+        assert [step.name for step in await bench.store.steps(first.id)] == ["paid/1"]
+        unheard = Done(b"1", (over,), notes=(Note(over.id, signal("1"), started=True),))
+        with pytest.raises(SignalError):
+            await bench.store.settle([(late, unheard)])
+        assert await bench.store.steps(ended.id) == []
+        assert await bench.state(late.id) is State.LEASED
 
     @scenario
     async def test_a_dead_letter_is_told_and_knows_when_it_is_redriven(self, bench: Bench) -> None:
