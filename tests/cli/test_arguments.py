@@ -37,6 +37,8 @@ WITH_URL = [path for path, one in COMMANDS.items() if any(parameter.name == "url
 
 #: What else a command wants.
 _MORE = {("effects", "resolve"): ["--happened"], ("restored",): ["--yes"]}
+#: Options that do not take any text.
+_VALUES = {"--value": "1"}
 
 
 def call(path: tuple[str, ...], *more: str) -> list[str]:
@@ -44,7 +46,11 @@ def call(path: tuple[str, ...], *more: str) -> list[str]:
     words = [*path, *_MORE.get(path, ())]
     for parameter in COMMANDS[path].params:
         if parameter.required:
-            words += ["x"] if parameter.param_type_name == "argument" else [parameter.opts[0], "x"]
+            words += (
+                ["x"]
+                if parameter.param_type_name == "argument"
+                else [parameter.opts[0], _VALUES.get(parameter.opts[0], "x")]
+            )
     return [*words, *more]
 
 

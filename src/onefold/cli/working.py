@@ -158,6 +158,7 @@ def worker(
         raise typer.Exit(Reloader().run())
     # What the app does to it when it is imported must not keep its processes from finding it.
     directory = working_directory()
+    known = set(threading.enumerate())
     try:
         loaded = load_app(app)
         for name in parse_queues(queue or ())[0]:
@@ -179,17 +180,17 @@ def worker(
         )
         asyncio.run(_supervise(loaded, settings, health))
     except OnefoldError as error:
-        if not _threads_are_left():
+        if not _threads_are_left(known):
             raise
         tell(f"onefold: {error}")
         leave(1)
-    if _threads_are_left():
+    if _threads_are_left(known):
         leave(0)
 
 
-def _threads_are_left() -> bool:
-    """Whether the app has threads for which the interpreter would wait at its end, perhaps for ever."""
-    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+def _threads_are_left(known: set[threading.Thread]) -> bool:
+    """Whether the app has begun threads for which the interpreter would wait at its end, perhaps for ever."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread not in known)
 
 
 async def _supervise(app: App, settings: SupervisorSettings, address: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 from collections import Counter
@@ -236,19 +237,21 @@ class Chaos:
             self._problems.append(f"{member.log.stem} could not send everything:\n{member.log.read_text()[-1_500:]}")
 
     async def _drain(self) -> list[Record]:
-        """Wait until everything has ended; return every message as it stands then."""
-        give_up_at = self._clock.steady() + DRAIN_SECONDS * MICROSECONDS
+        """Wait until everything has ended, as long as ever fewer are left; return every message as it stands then."""
+        give_up_at, fewest = self._clock.steady() + DRAIN_SECONDS * MICROSECONDS, math.inf
         async with App(self._url) as app:
             while self._clock.steady() < give_up_at:
                 self.fleet.tend()
                 with suppress(OnefoldError):
                     await self._redrive(app)
-                    counts = (await app.count()).values()
-                    if not any(c.scheduled + c.leased + c.parked for c in counts):
+                    left = sum(c.scheduled + c.leased + c.parked for c in (await app.count()).values())
+                    if not left:
                         break
+                    if left < fewest:
+                        give_up_at, fewest = self._clock.steady() + DRAIN_SECONDS * MICROSECONDS, left
                 await self._clock.sleep(LOOK_SECONDS)
             else:
-                self._problems.append(f"not done within {DRAIN_SECONDS:g} s: {await app.count()}")
+                self._problems.append(f"no fewer are left than {DRAIN_SECONDS:g} s ago: {await app.count()}")
             async for letter in app.dead_letters():
                 said = f"{letter.failure.reason}: {letter.failure.error_type}: {letter.failure.error_message}"
                 self._problems.append(f"dead letter {letter.id} {letter.message.message_type}: {said}")
