@@ -4,8 +4,10 @@
 
 Four supervised workers of two processes each; every message is sent one to three times; every handler writes a row and
 sends one more message; some fail at first.  Beside them workflows sleep, wait for signals, which are also sent more
-than once, and for children.  Meanwhile worker processes and supervisors are killed, supervisors are stopped gracefully
-and started again, whole workers are frozen past their leases, and PostgreSQL is killed and restarted.
+than once, and for children, and isolated handlers kill their own processes.  Meanwhile worker processes and supervisors
+are killed, supervisors are stopped gracefully, alone or with a signal to their whole group, and started again, every
+other one with standard error on a full disk; whole workers are frozen past their leases, and PostgreSQL is killed and
+restarted.  Afterwards no process, file, socket or directory of theirs may be left.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from soak_app import ORDER_EFFECTS, TRIP_EFFECTS, app, order, trip
+from soak_app import ORDER_EFFECTS, PARCEL_EFFECTS, TRIP_EFFECTS, app, order, parcel, trip
 
 from onefold import limits
 from onefold.errors import StoreUnavailableError
@@ -52,22 +54,40 @@ WARM_UP_SAMPLES = 8
 GROWTH_MAX = 0.10
 #: Seconds in which everything that was accepted must be done after the last send.
 DRAIN_SECONDS = 180
-#: One trip comes with so many orders.
+#: One trip, and one parcel, comes with so many orders.
 ORDERS_PER_TRIP = 10
+ORDERS_PER_PARCEL = 20
+#: The write-ahead log of SQLite is shorter than this when nothing has been written for a while.
+LOG_MEBIBYTES_MAX = 1.0
+LOG_SECONDS = 30
+#: Where writing always fails as on a full disk.
+FULL_DISK = Path("/dev/full")
 
 
 class Fleet:
     """Supervisors that are started again whenever they are gone; the first is spared, to watch its memory."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, temporary: str) -> None:
         self._url = url
+        self._temporary = temporary
+        self._started = 0
         self._running: list[subprocess.Popen[bytes]] = [self._start() for _ in range(SUPERVISORS)]
 
     def _start(self) -> subprocess.Popen[bytes]:
+        self._started += 1
         lease = ("--lease", str(LEASE_SECONDS))
         command = [sys.executable, "-m", "onefold", "worker", "soak_app:app", "--processes", "2", *lease]
-        environment = {**os.environ, "ONEFOLD_URL": self._url}
-        return subprocess.Popen(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, env=environment)
+        environment = {**os.environ, "ONEFOLD_URL": self._url, "TMPDIR": self._temporary}
+        # Every other one writes to a full disk; each leads a group, so that a signal can go to all of it.
+        with (FULL_DISK if self._started % 2 else Path(os.devnull)).open("wb") as stderr:
+            return subprocess.Popen(
+                command, cwd=Path(__file__).parent, stderr=stderr, env=environment, start_new_session=True
+            )
+
+    def signal_group(self) -> None:
+        """Tell a supervisor and all of its processes to stop, as systemd or a closed terminal does."""
+        with suppress(ProcessLookupError):
+            os.killpg(random.choice(self._running[1:]).pid, random.choice((signal.SIGTERM, signal.SIGHUP)))
 
     def signal_supervisor(self, number: int) -> None:
         """Signal one supervisor; whether it is gone is seen by ``tend``."""
@@ -98,11 +118,12 @@ class Fleet:
         """Start what is gone."""
         self._running = [one if one.poll() is None else self._start() for one in self._running]
 
-    def memory(self) -> dict[str, float]:
-        """Return how many MiB the processes take that nobody kills."""
+    def sizes(self) -> dict[str, float]:
+        """Return the MiB and descriptors of the processes that are spared."""
         spared = self._running[0].pid
         named = {"supervisor": spared} | {f"process {n}": pid for n, pid in enumerate(children_of(spared), 1)}
-        return {name: _mebibytes(pid) for name, pid in named.items()}
+        sizes = {f"MiB of {name}": _mebibytes(pid) for name, pid in named.items()}
+        return sizes | {"descriptors of supervisor": _descriptors(spared)}
 
     def alive(self) -> set[int]:
         """Return every process that works on this store, also those whose supervisor is gone."""
@@ -127,6 +148,18 @@ def _mebibytes(pid: int) -> float:
         return 0.0
 
 
+def _descriptors(pid: int) -> float:
+    try:
+        return float(len(os.listdir(f"/proc/{pid}/fd")))
+    except OSError:
+        return 0.0
+
+
+def _log_mebibytes(url: str) -> float:
+    log = Path(f"{url.removeprefix('sqlite:///')}-wal")
+    return log.stat().st_size / 2**20 if log.exists() else 0.0
+
+
 class Soak:
     """One run: what was accepted, what was done to it, and what memory was taken."""
 
@@ -141,6 +174,7 @@ class Soak:
         self._server = server
         self._rate = rate
         self._frozen: list[list[int]] = []
+        self.log_mebibytes = 0.0
 
     # sending
 
@@ -153,6 +187,8 @@ class Soak:
                 jobs = [self._send_order(number)]
                 if number % ORDERS_PER_TRIP == 0:
                     jobs.append(self._send_trip(number))
+                if number % ORDERS_PER_PARCEL == 0:
+                    jobs.append(self._send_parcel(number))
                 for job in jobs:
                     task = asyncio.create_task(job)
                     sending.add(task)
@@ -163,11 +199,14 @@ class Soak:
     async def _send_order(self, number: int) -> None:
         self._note(await self._insist(lambda: order.send(number)), ORDER_EFFECTS, number)
 
+    async def _send_parcel(self, number: int) -> None:
+        self._note(await self._insist(lambda: parcel.send(number)), PARCEL_EFFECTS, number)
+
     async def _send_trip(self, number: int) -> None:
         receipt = await self._insist(lambda: trip.send(number))
         self._note(receipt, TRIP_EFFECTS, number)
         await self._pause(random.uniform(0, 2))
-        # The same signal from everybody who has sent this trip: it is one.
+        # The same signal from every sender of this trip: it is one.
         await self._insist(lambda: app.signal(receipt.id, "go", number, id="the one"))
         self.figures["signals, repetitions among them"] += 1
 
@@ -205,6 +244,7 @@ class Soak:
             "process killed": 6,
             "supervisor killed": 2,
             "supervisor stopped": 2,
+            "group told to stop": 2,
             "worker frozen past its lease": 1,
         }
         (kind,) = random.choices(list(kinds), list(kinds.values()))
@@ -215,6 +255,8 @@ class Soak:
             fleet.signal_supervisor(signal.SIGKILL)
         elif kind == "supervisor stopped":
             fleet.signal_supervisor(signal.SIGTERM)
+        elif kind == "group told to stop":
+            fleet.signal_group()
         else:
             self._frozen.append(frozen := fleet.freeze())
             asyncio.get_running_loop().call_later(FROZEN_SECONDS, fleet.thaw, frozen)
@@ -225,10 +267,10 @@ class Soak:
         server.restart()
 
     async def sample(self) -> None:
-        """Write down how much memory the fleet takes."""
+        """Write down how much the fleet takes."""
         while not self.stopping.is_set():
             await self._pause(SAMPLE_SECONDS)
-            self.samples.append(self._fleet.memory())
+            self.samples.append(self._fleet.sizes())
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -257,6 +299,15 @@ class Soak:
         self.figures["dead letters"] += len([one async for one in app.dead_letters()])
         return booked
 
+    async def look_at_log(self) -> None:
+        """Note how long SQLite's write-ahead log is when nothing is written any more, beside its workers."""
+        if self._server is None:
+            for _ in range(LOG_SECONDS):
+                self.log_mebibytes = _log_mebibytes(app.url)
+                if self.log_mebibytes <= LOG_MEBIBYTES_MAX:
+                    break
+                await asyncio.sleep(1)
+
 
 async def run(soak: Soak, minutes: float, progress: Progress) -> Counter[tuple[str, int]]:
     """Soak for so long and return what happened."""
@@ -271,14 +322,18 @@ async def run(soak: Soak, minutes: float, progress: Progress) -> Counter[tuple[s
         soak.stopping.set()
         await asyncio.gather(*work)
         progress.update(task, description="draining")
-        return await soak.drain()
+        booked = await soak.drain()
+        await soak.look_at_log()
+        return booked
 
 
-def report(soak: Soak, booked: Counter[tuple[str, int]], left: int, minutes: float) -> tuple[Table, list[str]]:
+def report(
+    soak: Soak, booked: Counter[tuple[str, int]], left: dict[str, int], minutes: float
+) -> tuple[Table, list[str]]:
     """Return a table of what was seen, and what of it breaks the promise."""
     lost, unasked = soak.expected - booked.keys(), booked.keys() - soak.expected
     twice = sum(number > 1 for number in booked.values())
-    broken = {"lost": len(lost), "twice": twice, "nobody asked for": len(unasked), "processes left behind": left}
+    broken = {"lost": len(lost), "twice": twice, "not asked for": len(unasked), **left}
     broken["dead letters"] = soak.figures.pop("dead letters")
     table = Table(title="Soak")
     table.add_column("")
@@ -286,17 +341,20 @@ def report(soak: Soak, booked: Counter[tuple[str, int]], left: int, minutes: flo
     figures: dict[str, object] = {"minutes": f"{minutes:g}", **soak.figures, **soak.misfortunes}
     figures["effects"] = booked.total()
     growing = []
-    for name, (first, last) in memory(soak.samples).items():
-        figures[f"MiB of {name}, first and last third"] = f"{first:.1f} → {last:.1f}"
+    for name, (first, last) in thirds(soak.samples).items():
+        figures[f"{name}, first and last third"] = f"{first:.1f} → {last:.1f}"
         if last > first * (1 + GROWTH_MAX):
-            growing.append(f"the memory of {name} grows")
+            growing.append(f"{name}: they grow")
+    figures["MiB of the write-ahead log at rest"] = f"{soak.log_mebibytes:.2f}"
+    if soak.log_mebibytes > LOG_MEBIBYTES_MAX:
+        growing.append("the write-ahead log does not shrink")
     for name, figure in {**figures, **broken}.items():
         table.add_row(name, f"{figure:,}" if isinstance(figure, int) else str(figure))
     return table, [f"{name}: {number}" for name, number in broken.items() if number] + growing
 
 
-def memory(samples: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
-    """Return the median of each process in the first and in the last third of the time."""
+def thirds(samples: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return the median of each size in the first and in the last third of the time."""
     warm = samples[WARM_UP_SAMPLES:] or samples
     third = max(len(warm) // 3, 1)
     names = warm[0] if warm else ()
@@ -308,14 +366,22 @@ def memory(samples: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
 
 
 @contextmanager
-def place(store: str) -> Iterator[tuple[str, PostgresServer | None]]:
+def place(store: str, directory: str) -> Iterator[tuple[str, PostgresServer | None]]:
     """Make a store of its own and return its URL."""
     if store == "sqlite":
-        with tempfile.TemporaryDirectory() as directory:
-            yield f"sqlite:///{directory}/soak.db", None
+        yield f"sqlite:///{directory}/soak.db", None
     else:
         with PostgresServer() as server:
             yield server.create_database("soak"), server
+
+
+def left_behind(fleet: Fleet, directory: str, temporary: str) -> dict[str, int]:
+    """Count what is left when every worker has stopped: the database file is all that may be there."""
+    files = {path.name for path in Path(directory).iterdir()} - {"soak.db", Path(temporary).name}
+    return {
+        "processes left behind": len(fleet.alive()),
+        "files, sockets and directories left behind": len(files) + len(os.listdir(temporary)),
+    }
 
 
 def main() -> None:
@@ -325,17 +391,18 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=60.0, help="numbers sent per second")
     given = parser.parse_args()
     console = Console()
-    with place(given.store) as (url, server):
+    with tempfile.TemporaryDirectory() as directory, place(given.store, directory) as (url, server):
         os.environ["ONEFOLD_URL"] = url
         asyncio.run(app.migrate())
-        fleet = Fleet(url)
+        temporary = tempfile.mkdtemp(dir=directory)
+        fleet = Fleet(url, temporary)
         soak = Soak(fleet, server, given.rate)
         try:
             with Progress(console=console) as progress:
                 booked = asyncio.run(run(soak, given.minutes, progress))
         finally:
             fleet.stop()
-        table, broken = report(soak, booked, len(fleet.alive()), given.minutes)
+        table, broken = report(soak, booked, left_behind(fleet, directory, temporary), given.minutes)
     console.print(table)
     if broken:
         raise SystemExit(f"the promise was broken: {', '.join(broken)}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import signal
 from datetime import timedelta
 
-from onefold import App, Context, RetryPolicy, Run
+from onefold import App, Context, RetryPolicy, Run, SyncContext
 
 app = App()
 
@@ -15,8 +17,12 @@ _mark = "?" if os.environ.get("ONEFOLD_URL", "").startswith("sqlite") else "%s"
 _insert = f"INSERT INTO ledger (kind, number) VALUES ({_mark}, {_mark})"
 _patient = RetryPolicy(max_attempts=20, base=0.2, cap=2.0)
 
-#: What one order and one trip leave behind, each exactly once.
+#: How often an isolated handler kills its own process before it has written anything.
+_DEATH_CHANCE = 0.1
+
+#: What one order, one parcel and one trip leave behind, each exactly once.
 ORDER_EFFECTS = ("order", "receipt")
+PARCEL_EFFECTS = ("parcel",)
 TRIP_EFFECTS = ("begun", "stamp", "over")
 
 
@@ -37,6 +43,14 @@ async def receipt(ctx: Context, number: int) -> None:
     await ctx.execute(_insert, "receipt", number)
 
 
+@app.task(key="{number}", retry=_patient, isolate=True)
+def parcel(ctx: SyncContext, number: int) -> None:
+    """Write a row from a process of its own, which kills itself now and then."""
+    if random.random() < _DEATH_CHANCE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.execute(_insert, "parcel", number)
+
+
 @app.task(retry=_patient)
 async def stamp(ctx: Context, number: int) -> int:
     """Write the row of a trip's child."""
@@ -55,5 +69,5 @@ async def trip(run: Run, number: int) -> None:
     await run.options(retry=_patient).step(book, "begun", number)
     await run.sleep(timedelta(seconds=number % 3))
     if await run.signal("go", type=int) + await run.child(stamp, number) != 2 * number:
-        raise RuntimeError("somebody else's signal, or somebody else's child")
+        raise RuntimeError("the signal or the child of another trip")
     await run.options(retry=_patient).step(book, "over", number)
