@@ -79,8 +79,13 @@ class Portal:
         value: concurrent.futures.Future[R] = concurrent.futures.Future()
         leave: asyncio.Future[bool] = loop.create_future()
         holding: concurrent.futures.Future[None] | None = None
+        task: asyncio.Task[None] | None = None
 
         async def hold() -> None:
+            nonlocal task
+            task = asyncio.current_task()
+            if leave.done():
+                return  # the caller was interrupted before this began
             async with manager as entered:
                 value.set_result(entered)
                 if not await leave:
@@ -89,6 +94,8 @@ class Portal:
         def decide(normally: bool) -> None:
             if not leave.done():
                 leave.set_result(normally)
+            if not value.done() and task is not None:
+                task.cancel()  # it may be entering for ever
 
         # An exception can strike anywhere here, out of a handler of signals: nothing may stay open.
         try:
@@ -106,8 +113,6 @@ class Portal:
             if holding is not None and value.done():
                 # How it ends is decided, and the caller must find it ended.
                 concurrent.futures.wait([holding])
-            elif holding is not None:
-                holding.cancel()
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:

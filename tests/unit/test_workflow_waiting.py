@@ -261,7 +261,7 @@ def test_a_signal_leaves_with_the_commit_it_is_part_of(bench: Bench) -> None:
     bench.run(scenario)
 
 
-def test_a_signal_that_does_not_fit_ends_the_run_with_a_clear_word(sqlite_bench: Bench) -> None:
+def test_a_signal_that_does_not_fit_parks_the_run_with_a_clear_word(sqlite_bench: Bench) -> None:
     bench = sqlite_bench
 
     @bench.app.workflow
@@ -274,8 +274,8 @@ def test_a_signal_that_does_not_fit_ends_the_run_with_a_clear_word(sqlite_bench:
         await drain(bench.app)
         record = await bench.record(receipt)
         assert record.failure is not None
-        assert record.failure.reason == "contract"
-        assert "signal item" in record.failure.error_message
+        assert (record.state, record.failure.reason) == (State.PARKED, "unreadable signal")
+        assert "signal 'item'" in record.failure.error_message
         with pytest.raises(DecodeError):
             await bench.app.signal(receipt.id, "item", object())
         with pytest.raises(ConfigurationError):
