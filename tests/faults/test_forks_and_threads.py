@@ -116,7 +116,7 @@ def test_a_child_that_ends_or_closes_does_no_harm_to_its_parent(store_url: str) 
         scene = Scene(open_store(store_url))
         await scene.prepare()
         async with scene.app:
-            async with scene.app.transaction() as transaction:
+            async with scene.app.transaction(timeout=30) as transaction:
                 await transaction.execute(scene.sql("INSERT INTO effect VALUES (?, ?, 1)"), "x", "y")
                 assert in_a_child(lambda: close(scene)) == "closed"
                 assert in_a_child(lambda: "nothing") == "nothing"
