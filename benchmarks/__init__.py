@@ -1,5 +1,5 @@
-"""How fast onefold is beside the raw engine and its peers, in one run on one machine: ``python -m benchmarks``.
+"""The speed of onefold beside the raw engine and its peers, in one run on one machine: ``python -m benchmarks``.
 
 Absolute figures change from machine to machine and from minute to minute, so a bar is a ratio:
-the contenders take turns, and each round compares what ran within the same minute.
+the contenders take turns, and each round compares figures of the same minute.
 """

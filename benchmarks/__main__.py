@@ -25,7 +25,7 @@ from benchmarks.results import Results
 from benchmarks.settings import describe
 from benchmarks.suite import Suite
 
-#: Of the output where it is not a terminal, so that the table stays in one piece.
+#: The width of the output if it is not a terminal, so that rows of the table are not broken.
 _WIDTH = 120
 _STORES: dict[str, Callable[[Path], Engine]] = {"sqlite": SQLite, "postgres": Postgres}
 
@@ -65,14 +65,14 @@ def _read_options() -> argparse.Namespace:
 
 
 def _wanted_peers(asked: Sequence[str], stores: Sequence[str], workloads: Sequence[Workload]) -> list[str]:
-    """Name the peers that were asked for and have something to do."""
+    """Return the peers that were asked for and take part in a workload."""
     chosen = set(PEERS) if "all" in asked else set(asked)
     busy = {name for workload in workloads for store in stores for name in workload.taking_part(store, chosen)}
     return [name for name in PEERS if name in busy]
 
 
 def _install(console: Console, names: Sequence[str]) -> dict[str, str | None]:
-    """Return, per peer, why it cannot take part, or None."""
+    """Return, by peer, the reason why it cannot take part, or None."""
     peers: dict[str, str | None] = {}
     for name in names:
         with console.status(f"installing {name}"):
@@ -87,7 +87,7 @@ def _install(console: Console, names: Sequence[str]) -> dict[str, str | None]:
 
 def _measure(console: Console, suites: Sequence[Suite]) -> list[Results]:
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between measures only: a thread that draws meanwhile would take its time from what is measured.
+    # Drawn between measures only: a drawing thread would take processor time from the measure.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         bar = progress.add_task("", total=sum(1 for suite in suites for _ in suite.turns()))
 

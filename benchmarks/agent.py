@@ -1,7 +1,7 @@
 """One process of a contender: ``python -m benchmarks.agent MODULE:CLASS MODE URL``.
 
-It is told what to do in lines of JSON on its standard input, answers each with one, and ends when its input does,
-so that no worker outlives the process that measures it.  ``peers/agent.mjs`` says the same in JavaScript.
+It reads commands as lines of JSON from its standard input, answers each with one line, and ends with its input, so
+that no worker outlives the process that measures it.  ``peers/agent.mjs`` does the same in JavaScript.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.board import Tally
 from benchmarks.contender import Contender, Mode, make_job
 from benchmarks.loop import run
 
-#: Messages sent before the clock starts: connections, prepared statements, caches.
+#: Messages sent before the clock starts, to warm up connections, prepared statements and caches.
 WARM_UP = 50
 #: Messages per call of a bulk send.
 BULK = 1_000
 
 
 class Agent:
-    """The things a contender's process can be asked to do, by the names of the methods."""
+    """The commands of a contender's process; each method is the command of that name."""
 
     def __init__(self, contender: Contender, wires: Wires) -> None:
         self._contender = contender
@@ -82,7 +82,7 @@ class Agent:
                 await self.fill(messages=batch, first=first + number)
 
     async def left(self) -> tuple[int, int]:
-        """Return when the store was asked, and how many messages it said were left."""
+        """Return the time of the question to the store, and the number of messages it said were left."""
         asked_at = time.perf_counter_ns()
         return asked_at, await self._contender.left()
 
@@ -90,12 +90,12 @@ class Agent:
         await self._contender.drain(Tally(Path(board)), self._wires.wait_for_begin)
 
     async def special(self, *, name: str, **options: Any) -> Any:
-        """Ask for something that only one contender can do."""
+        """Run a command that only one contender has."""
         return await getattr(self._contender, name)(**options)
 
 
 class Wires:
-    """Standard input and output; what a library prints goes to the log instead."""
+    """Standard input and output; text that a library prints goes to the log instead."""
 
     def __init__(self) -> None:
         self._output: TextIO = os.fdopen(os.dup(1), "w", buffering=1)

@@ -1,4 +1,4 @@
-"""What is to be reached: ratios within one run, and a few absolute limits."""
+"""The bars to reach: ratios within one run, and a few absolute limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.measures.claiming import BEGINNING, EMPTY
 from benchmarks.measures.draining import HEALTHY
 from benchmarks.measures.resources import STATEMENTS
 
-#: A miss by less than this is a tie: figures of one run are no more exact.
+#: A miss by less than this is a tie, because figures of one run are not more exact.
 TIE = 0.1
 
 #: Runs that are due at once may take half as long again as plain messages do.
 _SOON = 1 / 1.5
-#: Compare with whichever peer was the best in the round.
+#: Compare with the peer that was the best in the round.
 BEST = "best peer"
 #: Compare with nothing: the limit is in the row's own unit.
 ABSOLUTE = ""
@@ -29,7 +29,7 @@ class Bar:
     #: A series of the same row, another row's figure of ours, ``BEST`` or ``ABSOLUTE``.
     against: str
     most: bool = False
-    #: Not yet asked for, but where we want to be.
+    #: Whether this is a goal for later, which a run may still miss.
     aim: bool = False
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
 
 
 def verdict(ratio: float, bar: Bar) -> str:
-    """Say whether a ratio reaches its bar, and if not, by how much it misses."""
+    """Return whether a ratio reaches its bar, and if not, by how much it misses."""
     miss = ratio / bar.limit - 1 if bar.most else 1 - ratio / bar.limit
     if miss <= 0:
         return "reached"

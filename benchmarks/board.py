@@ -1,7 +1,7 @@
-"""What workers tell the process that measures them, through shared memory: a log file would cost more than the job.
+"""Reports of workers to the process that measures them, through shared memory: a log would cost more than the job.
 
-Each worker has a file: a header of eight numbers, of which the first two are used (when its first handler started,
-how many ran), then a record per run (which message, and how many nanoseconds after it was made).
+Each worker has a file: a header of eight numbers, of which the first two are used (the start of its first handler and
+the number of runs), then a record per run (the message's number, and the nanoseconds since it was made).
 Processes that cannot map memory write the same bytes with ordinary writes.
 """
 
@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-#: How the names of the files begin.
+#: The prefix of the files' names.
 PREFIX = "worker-"
 #: Numbers before the first record; a full cache line.
 HEADER = 8
@@ -28,7 +28,7 @@ def _map(path: Path) -> memoryview:
 
 
 def make_file(path: Path, messages: int) -> Path:
-    """Make a worker's file with room for so many runs; nobody sees it before it has its size."""
+    """Make a worker's file with room for that many runs; it gets its name only when it has its size."""
     unfinished = path.with_name(f"new-{path.name}")
     with unfinished.open("wb") as file:
         file.truncate((HEADER + _RECORD * messages) * _BYTES)
@@ -60,7 +60,7 @@ class Tally:
 
 
 class Board:
-    """The measuring side: the files of all workers, those included that begin later."""
+    """The measuring side: the files of all workers, including those that start later."""
 
     def __init__(self, directory: Path, workers: int, messages: int) -> None:
         self.directory = directory / "boards"
@@ -81,11 +81,11 @@ class Board:
 
     @property
     def started(self) -> int:
-        """When the first handler of all started; the clock is the same in every process of a machine."""
+        """The start of the very first handler; all processes of a machine share the clock."""
         return min(view[_STARTED] for view in self._views() if view[_RAN])
 
     def waits(self) -> dict[int, int]:
-        """Return, per message that ran, how many nanoseconds passed until its handler started."""
+        """Return, by message that ran, the nanoseconds until its handler started."""
         return dict(record for view in self._views() for record in _records(view))
 
     def check(self, messages: int) -> None:

@@ -1,4 +1,4 @@
-"""What takes part in a benchmark, and the message everybody sends.
+"""The interface of a contender, and the message that all of them send.
 
 Peers import this in environments of their own, so it needs nothing but Python.
 """
@@ -15,19 +15,19 @@ from benchmarks.board import Tally
 #: Called by a drain once it is connected; returns when all workers may begin.
 Ready = Callable[[], None]
 
-#: Every so many messages one fails, where some are to: 5 %.
+#: In measures with poison, one message in this many fails: 5 %.
 POISON_EVERY = 20
-#: Messages that end the process of their worker, where some are to.
+#: In measures with killers, the messages that end the process of their worker.
 KILLERS = (100, 1_100, 2_100)
 #: Recorded steps of a workflow.
 STEPS = 5
 
-#: What ``benchmarks.deployed`` reads from the environment.
+#: The environment variables of ``benchmarks.deployed``.
 MODE, BOARDS, MESSAGES = "BENCH_MODE", "BENCH_BOARDS", "BENCH_MESSAGES"
 
 
 class Mode(StrEnum):
-    """What the handler does."""
+    """The work of the handler."""
 
     PLAIN = "plain"
     #: It writes one row, in the commit that ends the message.
@@ -78,13 +78,13 @@ class Contender(Protocol):
         ...
 
     async def enqueue_many(self, jobs: list[Job]) -> None:
-        """Store many messages: in one commit, where there is a way to."""
+        """Store many messages, in one commit if the library can."""
         ...
 
     async def left(self) -> int:
-        """How many messages have not reached their end, as the store itself says."""
+        """Return how many messages have not ended, according to the store."""
         ...
 
     async def drain(self, tally: Tally, ready: Ready) -> None:
-        """Work for ever, counting every run of the handler; the process is ended from outside."""
+        """Work for ever, counting every run of the handler; the process is killed from outside."""
         ...

@@ -1,4 +1,4 @@
-"""Who takes part, and how its processes are started."""
+"""The contenders by name, and how their processes are started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NODE_AGENT = Path(__file__).parent / "peers" / "agent.mjs"
 
 
 def launch(store: str, name: str, mode: Mode, url: str) -> Launch:
-    """Return what starts a contender, by its names."""
+    """Return the command that starts a contender, by its names."""
     if name not in PEERS:
         return _python(sys.executable, _WHERE[name, store], mode, url)
     peer = PEERS[name]

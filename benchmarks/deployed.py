@@ -1,6 +1,6 @@
-"""The app that ``onefold worker benchmarks.deployed:app`` works for, where a measure needs it as it is deployed.
+"""The app for ``onefold worker benchmarks.deployed:app``, for measures of a worker as it is deployed.
 
-URL, mode, and where to count come from the environment; every process makes a file of its own with its first message.
+URL, mode and the place of the board come from the environment; each process makes its file with its first message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The databases the contenders meet in: a fresh one for every measure, and the same table for handlers that write."""
+"""The databases of the contenders: a new one for every measure, with the same table for handlers that write."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def insert_effect(url: str) -> str:
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
-    """Where databases come from."""
+    """A source of empty databases."""
 
     name: str
-    #: What the contenders' processes find in their environment beside the ordinary.
+    #: Environment variables for the contenders' processes.
     environment: dict[str, str]
 
     def create(self) -> str:
-        """Make an empty database but for the handlers' own table, and return its URL."""
+        """Make a database that is empty except for the handlers' table, and return its URL."""
         ...
 
     def calm(self, url: str) -> None:
-        """Finish what filling the database left to do, so that it is not paid for by whoever drains."""
+        """Finish the engine's pending work after filling the database, so that the drain does not pay for it."""
         ...
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]: ...
 
     def load(self, url: str, statements: Iterable[str]) -> None:
-        """Execute statements that write very much, each in a commit of its own that need not be durable at once."""
+        """Execute statements that write very much, each in its own commit, which need not be durable at once."""
         ...
 
     def drop(self, url: str) -> None: ...
@@ -63,7 +63,7 @@ class Engine(AbstractContextManager["Engine"], Protocol):
 
 
 class SQLite:
-    """Files in the directory of the benchmark, each in one of its own, where peers may put theirs."""
+    """Files in the directory of the benchmark, each in a directory of its own, where peers may put theirs."""
 
     name = "sqlite"
 
@@ -76,7 +76,7 @@ class SQLite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The files go with their directory."""
+        """Do nothing: the files go with their directory."""
 
     def create(self) -> str:
         directory = self._directory / f"sqlite-{next(self._numbers)}"
@@ -112,7 +112,7 @@ class SQLite:
 
 
 class Postgres:
-    """A private server, as it comes: fsync and synchronous_commit are on."""
+    """A private server with default settings: fsync and synchronous_commit are on."""
 
     name = "postgres"
 
@@ -159,11 +159,11 @@ class Postgres:
                 connection.execute(statement)
 
     def log_statements(self, url: str) -> None:
-        """From now on, whoever connects to this database has every statement written to the server's log."""
+        """Log every statement of sessions that connect to this database from now on."""
         self.execute(url, f"ALTER DATABASE {url.rpartition('/')[2]} SET log_statement = 'all'")
 
     def logged_statements(self) -> int:
-        """Count what the log holds: exact, while the counters of transactions know no statements."""
+        """Count statements in the log, which is exact, while the server's counters count transactions."""
         data: str = self.execute(self._server.url(), "SHOW data_directory")[0][0]
         with (Path(data).parent / "log").open(errors="replace") as log:
             return sum("LOG:  statement: " in line or "LOG:  execute " in line for line in log)

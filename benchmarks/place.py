@@ -1,4 +1,4 @@
-"""Where and how one measure is taken, and what every measure needs: a database, a sender and workers."""
+"""The place of one measure: its database, its sender and its workers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Figures = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """The size of a run."""
 
     rounds: int
     send_seconds: float
-    #: 0 for drains of a few thousand messages, however short.
+    #: 0 for drains of a few thousand messages, however short they are.
     drain_seconds: float
     latency_seconds: float
     idle_seconds: float
@@ -71,12 +71,12 @@ class Place:
     row: str
     contender: str
     scale: Scale
-    #: What earlier rounds found out, by row and contender: how many messages fill a measure.
+    #: Results of earlier rounds, by row and contender: how many messages fill a measure.
     known: dict[tuple[str, str], int]
 
     @asynccontextmanager
     async def sender(self, mode: Mode = Mode.PLAIN) -> AsyncIterator[tuple[Agent, str]]:
-        """Give a sender that is connected to a database of its own, and the database's URL."""
+        """Yield a sender that is connected to its own database, and the database's URL."""
         url = self.engine.create()
         try:
             async with self.sender_to(url, mode) as agent:
@@ -86,7 +86,7 @@ class Place:
 
     @asynccontextmanager
     async def sender_to(self, url: str, mode: Mode = Mode.PLAIN) -> AsyncIterator[Agent]:
-        """Give one more sender that is connected to the database."""
+        """Yield one more sender that is connected to the database."""
         how = self._launch(url, mode)
         async with started(how, self.directory) as agent:
             await agent.ask("setup")
@@ -100,14 +100,14 @@ class Place:
     async def deployed(
         self, url: str, board: Board, messages: int, mode: Mode = Mode.PLAIN, *options: str
     ) -> AsyncIterator[Agent]:
-        """Run ``onefold worker`` as people do, for the length of the block; each of its processes joins the board."""
+        """Run ``onefold worker`` as users do, for the length of the block; each of its processes joins the board."""
         command = (sys.executable, "-m", "onefold", "worker", "benchmarks.deployed:app", *options)
         about = {"ONEFOLD_URL": url, MODE: mode, BOARDS: str(board.directory), MESSAGES: str(messages)}
         async with started(Launch(command, {**self.engine.environment, **about}), self.directory) as worker:
             try:
                 yield worker
             finally:
-                # Not asked to stop: it would wait for handlers, and its database is about to be dropped.
+                # A graceful stop would wait for handlers, and the database is about to be dropped anyway.
                 worker.kill()
 
     def _launch(self, url: str, mode: Mode) -> Launch:
@@ -119,7 +119,7 @@ class Place:
 
 
 async def wait_for(board: Board, runs: int, workers: Sequence[Agent], *, seconds: float = 60.0) -> None:
-    """Return when so many handlers have started; a worker that died or takes too long is a failure."""
+    """Return when that many handlers have started; raise if a worker dies or takes too long."""
     until = time.perf_counter() + seconds
     while board.ran < runs:
         for worker in workers:

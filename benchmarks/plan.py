@@ -1,4 +1,4 @@
-"""What is measured, and who takes turns with whom."""
+"""The plan of a run: its workloads, and the contenders that take turns in each."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Workload:
     measure: Measure
     contenders: Mapping[str, tuple[str, ...]]
     rows: tuple[Row, ...]
-    #: Where a measure is long, or takes rounds by itself.
+    #: Fewer rounds for a measure that is long, or that takes rounds by itself.
     rounds_max: int = 5
 
     @property
     def row(self) -> str:
-        """The first row, by which a contender that fails is known."""
+        """The first row, under which the failure of a contender is reported."""
         return self.rows[0].name
 
     @property
     def code(self) -> str:
-        """The bar it belongs to: S1 to S13, R1 and R2 for runs that wait, G1 and G2 for lines."""
+        """The id of its bar: S1 to S13, R1 and R2 for runs that wait, G1 and G2 for lines."""
         return self.row.partition(" ")[0]
 
     def taking_part(self, store: str, peers: set[str]) -> list[str]:

@@ -11,7 +11,7 @@ from benchmarks.peers import PEERS
 from benchmarks.plan import Row, Workload
 from benchmarks.results import Results
 
-#: The workloads whose figures are messages per second of somebody, not of the same thing with and without.
+#: The workloads with messages per second of several contenders, not of the same one under two conditions.
 _DRAWN = ("S1", "S2", "S3", "S4", "S5", "S6", "S7")
 _WIDTH, _LEFT, _TOP = 1040, 60, 70
 _PANEL, _GAP = 260, 80

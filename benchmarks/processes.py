@@ -1,4 +1,4 @@
-"""The contenders' processes as the measuring process sees them, from start to end."""
+"""The contenders' processes as the measuring process sees them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import psutil
 from benchmarks.contender import NotBuiltError
 
 ROOT = Path(__file__).parents[1]
-#: Whatever takes longer has failed.
+#: A command that takes longer has failed.
 _ANSWER_SECONDS = 120.0
 _END_SECONDS = 5.0
 _LOG_CHARACTERS = 2_000
-#: One answer is one line: minutes of claims, two figures each.
+#: An answer is one line, which may hold minutes of claims with two figures each.
 _LINE_BYTES_MAX = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one process of a contender is started."""
+    """The command that starts a process of a contender."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
 
 
 class AgentError(Exception):
-    """A contender failed or ended by itself; the text is the reason it gave."""
+    """A contender failed or ended by itself; the text is its reason."""
 
 
 class Agent:
@@ -46,7 +46,7 @@ class Agent:
         self._log = log
 
     async def ask(self, do: str, *, within: float = _ANSWER_SECONDS, **options: Any) -> Any:
-        """Let it do something, and return what it answers."""
+        """Run a command in the process, and return its answer."""
         self.tell(do, **options)
         return await self.answer(within)
 
@@ -68,7 +68,7 @@ class Agent:
         raise AgentError(f"{said['error']}: {said['text']}")
 
     def check(self) -> None:
-        """Refuse to wait for a process that has ended."""
+        """Raise if the process has ended, instead of waiting for it."""
         if self._process.returncode is not None:
             raise AgentError(self._last_words())
 
@@ -77,18 +77,18 @@ class Agent:
         return next((line for line in reversed(lines) if line.strip()), "ended without a word")
 
     def tree(self) -> list[psutil.Process]:
-        """Return it and all that it has started."""
+        """Return it and all of its descendants."""
         process = psutil.Process(self._process.pid)
         return [process, *process.children(recursive=True)]
 
     def kill(self) -> None:
-        """End it and all that it has started, at once."""
+        """Kill it and all of its descendants."""
         with suppress(psutil.NoSuchProcess):
             for process in self.tree():
                 process.kill()
 
     async def end(self) -> None:
-        """Let it end by itself, as an agent does with its input; if it does not, kill it."""
+        """Let it end by itself, as an agent does with its input; kill it if it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -122,7 +122,7 @@ async def started(how: Launch, directory: Path) -> AsyncIterator[Agent]:
 
 @asynccontextmanager
 async def crew(how: Launch, directory: Path, boards: Sequence[Path]) -> AsyncIterator[list[Agent]]:
-    """Run one worker per board for the length of the block: all of them are connected, and begin with the block."""
+    """Run one worker per board for the length of the block; all are connected before the block begins."""
     async with AsyncExitStack() as stack:
         agents = [await stack.enter_async_context(started(how, directory)) for _ in boards]
         for agent, board in zip(agents, boards, strict=True):

@@ -15,7 +15,7 @@ from benchmarks.contender import STEPS, Job, Mode, Ready
 from benchmarks.engines import insert_effect
 
 CLAIM = 500
-#: Handlers with commits of their own: as many at once as a worker of ours runs.
+#: Connections for handlers that commit by themselves: as many as a worker of ours runs at once.
 CONNECTIONS = 10
 IDLE_SECONDS = 0.005
 
@@ -44,7 +44,7 @@ Run = Callable[[Connection, int, dict[str, Any], Tally], Awaitable[None]]
 
 
 class RawPostgres:
-    """One connection in one thread; only handlers with commits of their own need more of them."""
+    """One connection in one thread; only handlers that commit by themselves need more."""
 
     def __init__(self, url: str, mode: Mode) -> None:
         self._url = url
@@ -89,7 +89,7 @@ async def _drain_together(url: str, tally: Tally, ready: Ready) -> None:
 
 
 async def _drain_apart(url: str, mode: Mode, tally: Tally, ready: Ready) -> None:
-    """Each message ends in a commit of its own."""
+    """End each message in a commit of its own."""
     claimer = await psycopg.AsyncConnection.connect(url, autocommit=True)
     connections = [await psycopg.AsyncConnection.connect(url, autocommit=True) for _ in range(CONNECTIONS)]
     run = _run_with_row if mode is Mode.TRANSACTIONAL else _run_with_steps

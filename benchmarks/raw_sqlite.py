@@ -1,4 +1,4 @@
-"""The floor on SQLite: a hand-written loop that leases a batch and deletes it, with no promise beyond that."""
+"""The floor on SQLite: a hand-written loop that leases a batch and deletes it, with no further promise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Row = tuple[Any, ...]
 
 
 class RawSQLite:
-    """Through the same SQLite library as onefold, so that only what is done with it differs."""
+    """Uses the same SQLite library as onefold, so that only the statements differ."""
 
     def __init__(self, url: str, mode: Mode) -> None:
         self._url = url
@@ -81,7 +81,7 @@ def _run_together(connection: apsw.Connection, rows: list[Row], tally: Tally) ->
 
 
 def _run_with_row(connection: apsw.Connection, rows: list[Row], tally: Tally) -> None:
-    """One commit per message, which holds the user's row and the end of the message."""
+    """End each message in its own commit, together with the user's row."""
     for id_, payload in rows:
         job = json.loads(payload)
         tally.count(job["seq"], job["t0"])
@@ -92,7 +92,7 @@ def _run_with_row(connection: apsw.Connection, rows: list[Row], tally: Tally) ->
 
 
 def _run_with_steps(connection: apsw.Connection, rows: list[Row], tally: Tally) -> None:
-    """One commit per step; the ends of the messages share one."""
+    """Commit once per step; the ends of the messages share one commit."""
     for id_, payload in rows:
         job = json.loads(payload)
         tally.count(job["seq"], job["t0"])

@@ -1,4 +1,4 @@
-"""What people read in the terminal: one table, with a line for everything our figure is set beside."""
+"""The report in the terminal: one table, with a line for each figure that ours is compared with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.results import Comparison, Results
 _NONE = "–"
 _COLOURS = {"reached": "green", "tie": "yellow", "missed": "red", "failed:": "red"}
 
-#: Title, store, our figure, against, its figure, ratio, bar, what is said.
+#: Title, store, our figure, against, its figure, ratio, bar, verdict.
 Line = tuple[str, str, str, str, str, str, str, str]
 HEADINGS: Line = ("", "store", OURS, "beside", "", "ratio", "bar", "")
 
 
 def lines(everything: Sequence[Results], workloads: Sequence[Workload]) -> Iterator[Line]:
-    """Give the report's lines; the terminal and the page show the same ones."""
+    """Yield the report's lines; the terminal and the page show the same ones."""
     for row in (row for workload in workloads for row in workload.rows):
         for results in everything:
             if results.series(row.name):
@@ -33,7 +33,7 @@ def _lines_of(row: Row, results: Results) -> Iterator[Line]:
     beginning = (f"{row.name.split()[0]} {row.title}, {row.unit}", results.store, ours)
     said = ""
     for comparison in results.compare(row.name):
-        # Why our own figure is missing is said once, not beside each of the others.
+        # The reason for a missing figure of ours is shown once, not beside each of the others.
         yield (*beginning, *_cells(comparison), "" if ours == _NONE and comparison.said == said else comparison.said)
         beginning, said = ("", "", ""), comparison.said
 
@@ -57,7 +57,7 @@ def _number(figure: float | None) -> str:
 def show(
     console: Console, everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]
 ) -> None:
-    """Print the table, then what a reader needs to take the run again."""
+    """Print the table, then the settings that are needed to repeat the run."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if number in (2, 4, 5) else "left", no_wrap=number != 7)

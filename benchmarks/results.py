@@ -1,4 +1,4 @@
-"""What was measured, and what follows from it; nothing here measures or prints."""
+"""The figures of a run, and the ratios and verdicts that follow from them; pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Comparison:
     """Our figure of one row beside another one."""
 
     against: str
-    #: The other figure; None where the limit is absolute, or nothing was measured.
+    #: The other figure; None if the limit is absolute, or nothing was measured.
     figure: float | None
     ratio: float | None
     bar: Bar | None
-    #: What to say: the verdict on the bar, why there is no figure, or nothing.
+    #: The verdict on the bar, or the reason for a missing figure, or nothing.
     said: str
 
 
@@ -36,24 +36,24 @@ class Results:
 
     store: str
     figures: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
-    #: What went wrong, by the same names; the rest of the run goes on without it.
+    #: The reasons of failures, by the same names; the rest of the run continues.
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, figures: Figures, number: int = 0) -> None:
-        """Keep what was measured in a round; a measure that took several by itself begins with this one."""
+        """Add the figures of a round; a measure with several rounds of its own begins with this one."""
         for row, series in figures.items():
             for name, values in series.items():
                 self.figures.setdefault((row, name), {}).update(enumerate(values, start=number))
 
     def fail(self, row: str, name: str, reason: str) -> None:
-        """Keep why there is no figure, without the addresses and directories of one machine."""
+        """Record the reason for a missing figure, without addresses and directories of the machine."""
         self.reasons[row, name] = _PRIVATE.sub("…", " ".join(reason.split()))[:_REASON_CHARACTERS]
 
     def figure(self, row: str, name: str = OURS) -> float | None:
         return _median(self.figures.get((row, name), {}))
 
     def series(self, row: str) -> list[str]:
-        """Name whatever was to be measured in a row, whether or not there is a figure, in the order of turns."""
+        """Return the series that were to be measured in a row, with or without a figure, in the order of turns."""
         return list(dict.fromkeys(name for at, name in (*self.figures, *self.reasons) if at == row))
 
     def ratio(self, row: str, against: str) -> float | None:
@@ -70,7 +70,7 @@ class Results:
         return self.figures.get((row, against)) or self.figures.get((against, OURS), {})
 
     def compare(self, row: str) -> list[Comparison]:
-        """Set our figure beside every other of the row and beside what its bars name."""
+        """Compare our figure with every other of the row and with those that its bars name."""
         bars = {bar.against: bar for bar in BARS.get((row, self.store), ())}
         names = dict.fromkeys([*(name for name in self.series(row) if name != OURS), *bars]) or [ABSOLUTE]
         return [self._comparison(row, name, bars.get(name)) for name in names]
@@ -80,7 +80,7 @@ class Results:
         figure = None if against == ABSOLUTE else _median(self._others(row, against))
         reason = self.reasons.get((row, against)) or self.reasons.get((row, OURS)) or ""
         judged = "" if bar is None else NOT_MEASURED if ratio is None else verdict(ratio, bar)
-        # A round that failed is told beside what the others say.
+        # The failure of a single round is mentioned beside the verdict of the others.
         said = reason if ratio is None and reason else "; ".join(filter(None, (judged, reason)))
         return Comparison(against, figure, ratio, bar, said)
 

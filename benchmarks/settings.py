@@ -1,4 +1,4 @@
-"""What a reader needs to take the run again: the machine without its name, the versions, the sizes."""
+"""The settings that a reader needs to repeat the run: the machine without its name, the versions, the sizes."""
 
 from __future__ import annotations
 

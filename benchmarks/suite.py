@@ -1,4 +1,4 @@
-"""All measures in rounds: within one the contenders take turns, so that what is compared ran within the same minute."""
+"""All measures in rounds: within a round the contenders take turns, so that figures of the same minute are compared."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Suite:
     directory: Path
     scale: Scale
     workloads: Sequence[Workload]
-    #: Why a peer cannot take part, by its name; None for those that can.
+    #: The reason why a peer cannot take part, by its name; None for those that can.
     peers: Mapping[str, str | None]
 
     def turns(self) -> Iterator[tuple[int, Workload, str]]:
-        """Go through all measures in their order."""
+        """Yield all measures in order."""
         for number in range(self.scale.rounds):
             for workload in self.workloads:
                 if number < workload.rounds_max:
@@ -54,5 +54,5 @@ async def _try(workload: Workload, place: Place, results: Results, number: int) 
     except NotBuiltError:
         results.fail(place.row, place.contender, "not built")
     except Exception as error:
-        # One contender that fails is a row of the report, not the end of the run.
+        # The failure of one contender is a row of the report, not the end of the run.
         results.fail(place.row, place.contender, f"failed: {str(error) or type(error).__name__}")

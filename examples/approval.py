@@ -1,7 +1,7 @@
 """An approval that takes a week, in a second: ``python examples/approval.py``.
 
-Three people hand in expenses, and each request waits for a decision.  After three days the approver is reminded, and
-after seven somebody else is asked.  Requests that wait hold no worker, and on the second day all processes are gone.
+Three employees hand in expenses, and each request waits for a decision.  After three days the approver is reminded, and
+after seven another approver is asked.  Waiting requests hold no worker, and on the second day all processes are gone.
 The clock is the example's own, so that a week passes while you watch.  ``ONEFOLD_URL`` names another store.
 """
 
@@ -36,7 +36,7 @@ def declare(url: str, clock: FakeClock) -> tuple[App, Task[[str, int], str]]:
         """Stands for a mail server."""
 
     async def ask(ctx: Context, approver: str, who: str, euros: int) -> None:
-        ctx.send(mail, approver, f"{who} asks for {euros} €")  # leaves once, with the record of this step
+        ctx.send(mail, approver, f"{who} asks for {euros} €")  # stored once, with the record of this step
 
     async def remind(ctx: Context, approver: str, who: str) -> None:
         ctx.send(mail, approver, f"{who} is still waiting")
@@ -59,7 +59,7 @@ def declare(url: str, clock: FakeClock) -> tuple[App, Task[[str, int], str]]:
 
 
 async def play(url: str, console: Console) -> list[Any]:
-    """Let a week pass and return what became of the requests."""
+    """Let a week pass and return the decisions about the requests."""
     clock = FakeClock()
     app, approve = declare(url, clock)
     await app.migrate()
@@ -85,7 +85,7 @@ async def play(url: str, console: Console) -> list[Any]:
         await show(app, cem, clock, console)
         await app.signal(cem, "decision", True)
         await app.work(until_idle=True)
-        # Sending again what was sent before only asks for what became of it.
+        # Sending a request again only returns its receipt, with the result of the first send.
         return [await (await approve.send(who, euros)).result() for who, euros in REQUESTS]
 
 

@@ -1,12 +1,12 @@
-"""An order, fulfilled by four services that only hear of each other: ``python examples/choreography.py``.
+"""An order, fulfilled by four services that know only each other's events: ``python examples/choreography.py``.
 
-Nobody is in charge.  Each service does its part in one commit and publishes what happened; others act on that.
-What cannot be done is an event too, and those who have done something undo it when they hear of it::
+There is no coordinator.  Each service does its part in one commit and publishes an event about it; others react.
+A failure is an event too, and services that have done their part undo it when they receive it::
 
     order.placed ──▶ payment ──▶ payment.taken ──▶ stock ──▶ stock.reserved ──▶ shipping ──▶ order.shipped
                         └─▶ payment.refused ─▶ order      └─▶ stock.refused ─▶ payment ─▶ payment.refunded ─▶ order
 
-Three orders are placed, each twice, by a customer who is not sure whether it worked: one is shipped, one finds no
+Three orders are placed, each twice, by customers who are not sure whether it worked: one is shipped, one finds no
 stock, one has a card that is declined.  Shipping is down at first, and misses nothing.  ``ONEFOLD_URL`` names another
 store.
 """
@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold import App, Context
-from onefold.cli.events import print_chain
+from onefold.cli.chain import print_chain
 
 
 @dataclass(frozen=True)
 class Order:
-    """What was ordered; all events of this example say it."""
+    """The order, which is the payload of every event in this example."""
 
     id: int
     item: str
@@ -45,7 +45,7 @@ TABLES = (
     "CREATE TABLE stock (item TEXT PRIMARY KEY, number INTEGER NOT NULL)",
     "CREATE TABLE parcel (order_id INTEGER NOT NULL)",
 )
-#: What must be there at the end: how each order stands, what was paid for it, and how many parcels left.
+#: The expected end: the state of each order, the amount paid for it, and the number of parcels.
 EXPECTED = {1: ("shipped", 3_000, 1), 2: ("cancelled", 0, 0), 3: ("cancelled", 0, 0)}
 
 
@@ -103,7 +103,7 @@ class Shop:
                 ctx.publish(refused, order)  # a failure is an event like any other, not an exception
                 return
             await ctx.execute(self.sql("INSERT INTO payment VALUES (?, ?)"), order.id, order.cents)
-            ctx.publish(taken, order)  # leaves with the row, or not at all
+            ctx.publish(taken, order)  # stored together with the row, or not at all
 
         @app.on("stock.refused", queue="payment")
         async def refund(ctx: Context, order: Order) -> None:
@@ -131,13 +131,13 @@ class Shop:
 
 
 async def work(*services: App) -> None:
-    """Let services handle what is there, until there is nothing for any of them."""
+    """Let services handle their messages until none of them has any."""
     while sum(await asyncio.gather(*(app.work(until_idle=True) for app in services))):
         pass
 
 
 async def play(url: str, console: Console) -> dict[int, tuple[str, int, int]]:
-    """Place the orders, let the services work, and return how each order stands."""
+    """Place the orders, let the services work, and return the state of each order."""
     shop = Shop(url)
     await shop.order.migrate()
     for app in shop.services:
@@ -172,7 +172,7 @@ async def prepare(shop: Shop) -> None:
 
 
 async def look(shop: Shop) -> dict[int, tuple[str, int, int]]:
-    """Read how each order stands, what was paid for it, and how many parcels left."""
+    """Read the state of each order, the amount paid for it, and the number of parcels."""
     rows = await shop.order.store.fetch(
         "SELECT o.id, o.state, coalesce((SELECT sum(cents) FROM payment p WHERE p.order_id = o.id), 0),"
         " (SELECT count(*) FROM parcel p WHERE p.order_id = o.id) FROM orders o ORDER BY o.id"

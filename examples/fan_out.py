@@ -1,7 +1,7 @@
 """A fan-out over 1,000 items, with a progress bar: ``python examples/fan_out.py``.
 
 One run sends a thousand children and is woken once, when the last of them has ended.  Every seventh child fails at
-first, and a worker is stopped half-way: each picture is still made once, and the run has all results in their order.
+first, and a worker is stopped half-way: each picture is still made once, and the run has all results in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def shrink(ctx: Context, picture: int) -> int:
     """Make one small picture: a row, in one commit with "done"."""
     if picture % 7 == 0 and ctx.attempt == 1:
         raise ConnectionError("the disk was away for a moment")
-    # Both stores run this; with parameters each has its driver's own placeholders.
+    # Both stores run this; for parameters each driver has its own placeholders.
     await ctx.execute(f"INSERT INTO small_picture (number) VALUES ({picture:d})")
     return picture * 10
 
@@ -40,7 +40,7 @@ async def make_album(run: Run, album: str, pictures: int) -> str:
 
 
 async def play(console: Console, pictures: int = PICTURES) -> str:
-    """Make an album and return what its run returned; raises if a picture was made twice, or not at all."""
+    """Make an album and return the result of its run; raise if a picture was made twice, or not at all."""
     await app.migrate()
     async with app:
         async with app.transaction() as tx:

@@ -1,8 +1,8 @@
 """Orders fulfilled by a saga, and undone where they fail: ``python examples/fulfilment.py``.
 
-Each order reserves goods, takes the payment and hands a parcel over.  Some customers live where nobody ships, and for
-some the bank does not answer, with or without the money.  Whatever fails, what was done before is undone, in reverse,
-and so is the step of which nobody knows whether it happened.  At the end the books must balance.
+Each order reserves goods, takes the payment and hands over a parcel.  Some customers live where no parcel service
+delivers, and for some the bank does not answer, with or without taking the money.  After a failure the earlier steps
+are undone in reverse, and so is a step with an unknown outcome.  At the end the books must balance.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from onefold.testing import FakeClock, drain
 ORDERS = 60
 PRICE = 25
 
-clock = FakeClock()  # retries wait for hours, and nobody wants to
+clock = FakeClock()  # retries wait for hours, which pass at once on this clock
 app = App(clock=clock)  # the store is named by ONEFOLD_URL
 once = RetryPolicy(max_attempts=1)
 
 
 async def book(ctx: Context, account: str, order: int, amount: int) -> None:
-    """Write a line into the books: both stores take it as it stands, and an account is never wrong by half a step."""
+    """Write a line into the books, together with the record of the step; this SQL runs on both stores."""
     await ctx.execute(f"INSERT INTO book (account, order_id, amount) VALUES ('{account}', {order:d}, {amount:d})")
 
 
@@ -43,7 +43,7 @@ async def reserve(ctx: Context, order: int) -> None:
 
 
 async def pay_back(ctx: Context, order: int) -> None:
-    """Undo a payment that may never have been made: look first, in the same commit."""
+    """Undo a payment that may never have been made: look it up first, in the same commit."""
     rows = await ctx.execute(f"SELECT sum(amount) FROM book WHERE account = 'bank' AND order_id = {order:d}")
     if rows[0][0]:
         await book(ctx, "bank", order, -PRICE)
@@ -65,7 +65,7 @@ async def call_back(ctx: Context, order: int) -> None:
 @app.step(undo=call_back, retry=once)
 async def hand_over(ctx: Context, order: int) -> None:
     if order % 5 == 4:
-        raise ValueError("nobody ships there")
+        raise ValueError("no carrier ships there")
     await book(ctx, "parcels", order, 1)
 
 
@@ -84,7 +84,7 @@ async def fulfil(run: Run, order: int) -> str:
 
 
 async def play(console: Console, orders: int = ORDERS) -> Counter[SagaStatus]:
-    """Fulfil orders and return how many ended in which way; raises if the books do not balance."""
+    """Fulfil orders and return how many ended in each state; raise if the books do not balance."""
     await app.migrate()
     async with app:
         async with app.transaction() as tx:

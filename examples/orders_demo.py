@@ -1,7 +1,7 @@
-"""The main job, with everything going wrong: ``make demo``.
+"""Charging orders, with everything going wrong: ``make demo``.
 
-Two producers place 1,000 orders and are so unsure whether it worked that they send about 2,500 times.
-Two worker processes charge them, and every second one of the two is killed with SIGKILL, mid-work, and replaced.
+Two producers place 1,000 orders and, unsure whether it worked, send about 2,500 times.
+Two worker processes charge them, and again and again one of them is killed with SIGKILL and replaced.
 At the end each order must have been charged once: no more, no less.  The exit code says whether that held.
 """
 
@@ -27,7 +27,7 @@ from onefold import App, Context
 ORDERS = 1_000
 SENDS = 2_500
 KILL_EVERY_SECONDS = 1.0
-#: Leases are short so that what a killed worker held is taken over while you watch.
+#: Leases are short, so that the messages of a killed worker are taken over while you watch.
 LEASE_SECONDS = 1.0
 GIVE_UP_SECONDS = 90.0
 
@@ -45,12 +45,12 @@ async def charge(ctx: Context, order_id: int, cents: int) -> str:
 
 @app.task
 async def confirm(ctx: Context, order_id: int) -> None:
-    """Confirm one order; this message leaves only if the charge stayed."""
+    """Confirm one order; this message is stored only if the charge is."""
     await ctx.execute("INSERT INTO confirmation (order_id) VALUES (?)", order_id)
 
 
 def produce(seed: int) -> None:
-    """Place every order of this producer, and send some of them again as a nervous client does."""
+    """Place every order of this producer, and send some of them again, as an impatient client does."""
     chance = random.Random(seed)
 
     async def send_all() -> None:
@@ -78,7 +78,7 @@ def work() -> None:
 
 
 class Counts:
-    """What the store says at one moment."""
+    """The store's counts at one moment."""
 
     def __init__(self) -> None:
         self.sent = self.suppressed = self.charged = self.confirmed = self.waiting = 0
@@ -109,7 +109,7 @@ def draw(counts: Counts, killed: int, elapsed: float) -> Table:
 
 
 class Cast:
-    """The processes on stage."""
+    """The processes of the demo."""
 
     def __init__(self) -> None:
         self._spawn = multiprocessing.get_context("spawn")
@@ -123,7 +123,7 @@ class Cast:
         return process
 
     def kill_one(self, chance: random.Random) -> None:
-        """Kill one worker where it stands and start another in its place."""
+        """Kill one worker and start another in its place."""
         victim = chance.randrange(len(self.workers))
         self.workers[victim].kill()
         self.workers[victim].join()

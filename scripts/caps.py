@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""A cap over many processes, some of which are killed: never one too many, and hardly ever one too few.
+"""A cap over many processes, some of which are killed: it is never exceeded, and its places are nearly always used.
 
     scripts/caps.py --store sqlite --tasks 10000 --processes 8 --cap 3
 
-Every handler writes down when it began and when it ended, on a clock that all processes share; a killed one ended when
-its process did.  The intervals are compared afterwards, and the exit status says whether the cap held.
+Every handler records its beginning and its end on a clock that all processes share; a killed one ends when its process
+does.  The intervals are compared afterwards, and the exit status says whether the cap held.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hire(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 async def run(app: App, url: str, options: argparse.Namespace, notes: Path) -> dict[int, float]:
-    """Send, work and kill until all is done; return when each process that was killed had ended."""
+    """Send, work and kill until everything is done; return the time at which each killed process ended."""
     ends: dict[int, float] = {}
     command = [sys.executable, __file__, "--work", url, str(notes), *_same(options)]
     chance = random.Random(options.seed)
@@ -108,7 +108,7 @@ def intervals(notes: Path, ends: dict[int, float]) -> Iterator[tuple[float, floa
 
 
 def judge(spans: list[tuple[float, float]]) -> tuple[int, float]:
-    """Return how many ran at once at most, and how many on average from the first beginning to the last end."""
+    """Return the largest number that ran at once, and the average from the first beginning to the last end."""
     changes = sorted([(began, 1) for began, _ in spans] + [(ended, -1) for _, ended in spans])
     running = most = 0
     for _, change in changes:

@@ -6,7 +6,7 @@
 
 On PostgreSQL backends are terminated and cancelled, the network is cut and loses answers, and the server is killed; on
 SQLite another process holds the lock and the disk fails.  Workers and senders are killed, frozen and stopped on both.
-The table at the end is made for docs/soak.md.
+The table at the end is for docs/soak.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_PER_MINUTE_ON_POSTGRES = {"backends terminated": 100}
 
 
 async def run(settings: Settings, store: str, options: str, progress: Progress) -> Outcome:
-    """Run chaos with a bar that shows how far it is."""
+    """Run chaos with a progress bar."""
     task = progress.add_task("starting", total=settings.seconds)
 
     def tell(phase: str, seconds: float) -> None:
@@ -68,7 +68,7 @@ def main() -> int:
         restarts=given.restarts,
         least={name: round(number * given.minutes) for name, number in least.items()},
     )
-    # Told to stop, it ends its processes and its server first, as on Ctrl-C.
+    # On SIGTERM, end the run's processes and its server first, as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)
     console.print(f"seed {settings.seed}")

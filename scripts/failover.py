@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/failover.py [--seconds 20]
 
-Starts a primary and a synchronous standby of its own, two supervised workers and eight senders on both,
-kills the primary as a power cut would, promotes the standby, and counts.
+Starts its own primary and synchronous standby, and two supervised workers and eight senders that use both servers;
+kills the primary like a power cut, promotes the standby, and counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onefold.testing.servers import PostgresServer, PostgresStandby
 
 SENDERS = 8
 WORKERS = 2
-#: Seconds in which everything that was accepted must be done after the senders stopped.
+#: Seconds in which everything accepted must be done after the senders have stopped.
 DRAIN_SECONDS = 60
 
 app = App()
@@ -44,7 +44,7 @@ async def book(ctx: Context, number: int) -> None:
 
 
 class Senders:
-    """Send numbers one after another and write down which were accepted, and when."""
+    """Send numbers one after another, and record the accepted ones and their times."""
 
     def __init__(self) -> None:
         self.accepted: dict[int, float] = {}
@@ -57,7 +57,7 @@ class Senders:
             try:
                 await book.send(number)
             except StoreUnavailableError:
-                self.refused += 1  # sent again with the same key, so it cannot be stored twice
+                self.refused += 1  # it is sent again with the same key, so it cannot be stored twice
                 await asyncio.sleep(0.05)
                 continue
             self.accepted[number] = time.monotonic()
@@ -67,7 +67,7 @@ class Senders:
 
 @contextmanager
 def workers(url: str) -> Iterator[None]:
-    """Run workers as anybody would, in processes of their own."""
+    """Run workers as users do, in their own processes."""
     command = [sys.executable, "-m", "onefold", "worker", "failover:app", "--lease", "5"]
     environment = {**os.environ, "ONEFOLD_URL": url}
     started = [

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What removing a message costs beside storing and running it, in processor time of the client and of the server.
+"""The cost of removing a message beside storing and running it, in processor time of the client and of the server.
 
     scripts/purge.py --store postgres --messages 20000 --standing 100000
 
-Messages are put, claimed and settled; later their bodies are purged, and later still all that is left of them.
-The exit status says whether, for messages that are sent one by one, purging costs no more than a quarter of the rest,
-and whether one worker keeps up with 2,000 messages a second in its share of the time.
+Messages are put, claimed and settled; later their bodies are purged, and later still their remaining rows.
+The exit status says whether, for messages that are sent one by one, purging costs at most a quarter of the rest, and
+whether one worker keeps up with 2,000 messages a second in its share of the time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from onefold.clock import MICROSECONDS, SystemClock
 from onefold.store import Done, Store
 from onefold.testing.servers import PostgresServer
 
-#: Purging may cost this much of what the messages have cost before ...
+#: Purging may cost at most this share of the messages' earlier cost ...
 SHARE_MAX = 0.25
-#: ... and must keep up with so many messages a second.
+#: ... and must keep up with this many messages a second.
 RATE_MIN = 2_000
-#: Senders at the same time, each with one message: what a busy service does.
+#: Concurrent senders, each with one message at a time, as in a busy service.
 SENDERS = 100
 #: Messages of one ``send_many``.
 _BULK = 1_000
@@ -41,7 +41,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class LaterClock(SystemClock):
-    """The machine's clock, put forward at will."""
+    """The machine's clock, which can be put forward."""
 
     def __init__(self) -> None:
         self._ahead = 0
@@ -65,16 +65,16 @@ class Place:
 
 @dataclass
 class Costs:
-    """Processor seconds by what they were spent on, for so many messages."""
+    """Processor seconds by purpose, for a number of messages."""
 
     messages: int
     seconds: dict[str, float] = field(default_factory=dict)
-    #: How long the purges took by the clock on the wall.
+    #: The duration of the purges in real time.
     purging: float = 0.0
 
     @property
     def share(self) -> float:
-        """What purging cost, beside the rest."""
+        """The cost of purging, as a share of the rest."""
         purging = sum(seconds for name, seconds in self.seconds.items() if name.startswith("purge"))
         return purging / (sum(self.seconds.values()) - purging)
 
@@ -94,7 +94,7 @@ class Costs:
 
 
 async def measure(app: App, clock: LaterClock, place: Place, messages: int, *, bulk: bool) -> Costs:
-    """Let messages live and be forgotten; return what each part of that took."""
+    """Let messages live and be purged; return the cost of each part."""
     store, processor, tidy = app.store, place.processor, place.tidy
     costs = Costs(messages)
 
@@ -144,7 +144,7 @@ async def _run(store: Store, messages: int, kept: float = limits.KEY_WINDOW) -> 
 
 
 async def purge_all(store: Store) -> int:
-    """Purge until nothing is left to purge; return how many batches that took."""
+    """Purge until nothing is left to purge; return the number of batches."""
     batches = 0
     while True:
         async with store.transaction() as transaction:
@@ -171,7 +171,7 @@ def client_seconds() -> float:
 
 
 def tree_seconds(pid: int) -> float:
-    """Return the processor time of a process, of those it has waited for, and of its children."""
+    """Return the processor time of a process, of its running children and of those it has waited for."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return sum(int(word) for word in words[11:15]) / _TICKS + sum(_own_seconds(int(child)) for child in children)
@@ -181,7 +181,7 @@ def _own_seconds(pid: int) -> float:
     try:
         return tree_seconds(pid)
     except OSError:
-        return 0.0  # it has ended just now, and its parent will count it
+        return 0.0  # it has just ended, and its parent will count it
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def make_place(name: str) -> Iterator[Place]:
 
 
 async def measure_anew(name: str, options: argparse.Namespace, *, bulk: bool) -> Costs:
-    """Measure on a new database, with what stands in it already."""
+    """Measure on a new database, after filling it with the standing messages."""
     with make_place(name) as place:
         clock = LaterClock()
         app = make_app(place.url, clock)
@@ -219,7 +219,7 @@ async def measure_anew(name: str, options: argparse.Namespace, *, bulk: bool) ->
 async def main(options: argparse.Namespace) -> int:
     bad = 0
     for name in options.store.split(","):
-        # On a busy machine the best of several rounds says most.
+        # On a busy machine the best of several rounds is the most reliable.
         rounds = [await measure_anew(name, options, bulk=False) for _ in range(options.rounds)]
         for costs in rounds:
             print(f"{name:9} {SENDERS} senders  {costs}", flush=True)

@@ -1,13 +1,13 @@
-"""Kill workers and servers at random for half an hour and count: nothing lost, nothing twice, memory flat.
+"""Kill workers and servers at random for half an hour and check: nothing lost, nothing twice, no growth of memory.
 
     .venv/bin/python scripts/soak.py [--minutes 30] [--store sqlite|postgres] [--rate 60]
 
 Four supervised workers of two processes each; every message is sent one to three times; every handler writes a row and
-sends one more message; some fail at first.  Beside them workflows sleep, wait for signals, which are also sent more
-than once, and for children, and isolated handlers kill their own processes.  Meanwhile worker processes and supervisors
-are killed, supervisors are stopped gracefully, alone or with a signal to their whole group, and started again, every
-other one with standard error on a full disk; whole workers are frozen past their leases, and PostgreSQL is killed and
-restarted.  Afterwards no process, file, socket or directory of theirs may be left.
+sends one more message; some fail at first.  Beside them, workflows sleep and wait for children and for signals, which
+are also sent more than once, and isolated handlers kill their own processes.  Meanwhile worker processes and
+supervisors are killed, supervisors are stopped gracefully, alone or with a signal to their whole group, and restarted,
+every second one with standard error on a full disk; whole workers are frozen past their leases, and PostgreSQL is
+killed and restarted.  Afterwards no process, file, socket or directory of theirs may be left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from soak_app import ORDER_EFFECTS, PARCEL_EFFECTS, TRIP_EFFECTS, app, order, pa
 
 from onefold import limits
 from onefold.errors import StoreUnavailableError
-from onefold.receipt import Receipt
+from onefold.tasks.receipt import Receipt
 from onefold.testing.chaos.fleet import processes_with
 from onefold.testing.servers import PostgresServer, children_of
 
@@ -43,29 +43,29 @@ Answer = TypeVar("Answer")
 
 SUPERVISORS = 4
 LEASE_SECONDS = 5
-#: A worker that is frozen for so long has lost everything it had.
+#: A worker that is frozen for this long has lost all of its leases.
 FROZEN_SECONDS = 8.0
-#: Seconds between two misfortunes.
-MISFORTUNE_SECONDS = (1.0, 5.0)
+#: Seconds between two faults.
+FAULT_PAUSE_SECONDS = (1.0, 5.0)
 SAMPLE_SECONDS = 15
-#: Samples at the start that do not count: caches fill.
+#: The first samples do not count, because caches are still filling.
 WARM_UP_SAMPLES = 8
-#: Memory is flat if the median of the last third is not above that of the first by more than this part.
+#: Memory is flat if the median of the last third exceeds that of the first by at most this share.
 GROWTH_MAX = 0.10
-#: Seconds in which everything that was accepted must be done after the last send.
+#: Seconds in which everything accepted must be done after the last send.
 DRAIN_SECONDS = 180
-#: One trip, and one parcel, comes with so many orders.
+#: One trip and one parcel are sent for this many orders.
 ORDERS_PER_TRIP = 10
 ORDERS_PER_PARCEL = 20
-#: The write-ahead log of SQLite is shorter than this when nothing has been written for a while.
+#: SQLite's write-ahead log is shorter than this when nothing has been written for a while.
 LOG_MEBIBYTES_MAX = 1.0
 LOG_SECONDS = 30
-#: Where writing always fails as on a full disk.
+#: Writes to this file fail as on a full disk.
 FULL_DISK = Path("/dev/full")
 
 
 class Fleet:
-    """Supervisors that are started again whenever they are gone; the first is spared, to watch its memory."""
+    """Supervisors that are restarted whenever they end; the first one is spared, to watch its memory."""
 
     def __init__(self, url: str, temporary: str) -> None:
         self._url = url
@@ -78,7 +78,7 @@ class Fleet:
         lease = ("--lease", str(LEASE_SECONDS))
         command = [sys.executable, "-m", "onefold", "worker", "soak_app:app", "--processes", "2", *lease]
         environment = {**os.environ, "ONEFOLD_URL": self._url, "TMPDIR": self._temporary}
-        # Every other one writes to a full disk; each leads a group, so that a signal can go to all of it.
+        # Every second one writes to a full disk; each leads a process group, so that a signal can go to all of it.
         with (FULL_DISK if self._started % 2 else Path(os.devnull)).open("wb") as stderr:
             return subprocess.Popen(
                 command, cwd=Path(__file__).parent, stderr=stderr, env=environment, start_new_session=True
@@ -90,7 +90,7 @@ class Fleet:
             os.killpg(random.choice(self._running[1:]).pid, random.choice((signal.SIGTERM, signal.SIGHUP)))
 
     def signal_supervisor(self, number: int) -> None:
-        """Signal one supervisor; whether it is gone is seen by ``tend``."""
+        """Signal one supervisor; ``tend`` notices if that ended it."""
         random.choice(self._running[1:]).send_signal(number)
 
     def kill_process(self) -> None:
@@ -99,7 +99,7 @@ class Fleet:
             os.kill(random.choice(children), signal.SIGKILL)
 
     def freeze(self) -> list[int]:
-        """Stop one supervisor and its processes, as a machine that is suspended would; returns whom to ``thaw``."""
+        """Stop one supervisor and its processes, like a suspended machine; return the process ids for ``thaw``."""
         supervisor = random.choice(self._running[1:])
         supervisor.send_signal(signal.SIGSTOP)
         frozen = [supervisor.pid, *children_of(supervisor.pid)]
@@ -109,24 +109,24 @@ class Fleet:
         return frozen
 
     def thaw(self, frozen: list[int]) -> None:
-        """Let those go on that are still there."""
+        """Let the processes continue that still exist."""
         for pid in set(frozen) & self.alive():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
     def tend(self) -> None:
-        """Start what is gone."""
+        """Restart supervisors that have ended."""
         self._running = [one if one.poll() is None else self._start() for one in self._running]
 
     def sizes(self) -> dict[str, float]:
-        """Return the MiB and descriptors of the processes that are spared."""
+        """Return the memory in MiB and the descriptors of the processes that are spared."""
         spared = self._running[0].pid
         named = {"supervisor": spared} | {f"process {n}": pid for n, pid in enumerate(children_of(spared), 1)}
         sizes = {f"MiB of {name}": _mebibytes(pid) for name, pid in named.items()}
         return sizes | {"descriptors of supervisor": _descriptors(spared)}
 
     def alive(self) -> set[int]:
-        """Return every process that works on this store, also those whose supervisor is gone."""
+        """Return every process that works on this store, including those without their supervisor."""
         return processes_with(f"ONEFOLD_URL={self._url}")
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Fleet:
             one.send_signal(signal.SIGTERM)
         for one in self._running:
             one.wait()
-        # Those whose supervisor was killed have their time to stop, too.
+        # Processes without their supervisor have their time to stop, too.
         give_up_at = time.monotonic() + limits.STOP_SECONDS + limits.STOP_MARGIN_SECONDS
         while self.alive() and time.monotonic() < give_up_at:
             time.sleep(0.5)
@@ -161,13 +161,13 @@ def _log_mebibytes(url: str) -> float:
 
 
 class Soak:
-    """One run: what was accepted, what was done to it, and what memory was taken."""
+    """One run: the accepted messages, the faults, and the memory samples."""
 
     def __init__(self, fleet: Fleet, server: PostgresServer | None, rate: float) -> None:
-        #: What must have happened in the end: kinds of effects and numbers.
+        #: The effects that must have happened in the end, by kind and number.
         self.expected: set[tuple[str, int]] = set()
         self.figures: Counter[str] = Counter()
-        self.misfortunes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
         self.samples: list[dict[str, float]] = []
         self.stopping = asyncio.Event()
         self._fleet = fleet
@@ -206,7 +206,7 @@ class Soak:
         receipt = await self._insist(lambda: trip.send(number))
         self._note(receipt, TRIP_EFFECTS, number)
         await self._pause(random.uniform(0, 2))
-        # The same signal from every sender of this trip: it is one.
+        # Every sender of this trip sends the same signal, which must count once.
         await self._insist(lambda: app.signal(receipt.id, "go", number, id="the one"))
         self.figures["signals, repetitions among them"] += 1
 
@@ -223,21 +223,21 @@ class Soak:
         self.figures["of which duplicates"] += bool(receipt.duplicate)
         self.expected.update((kind, number) for kind in kinds)
 
-    # harming
+    # faults
 
-    async def misfortune(self) -> None:
-        """Do something bad every few seconds."""
+    async def cause_faults(self) -> None:
+        """Cause a fault every few seconds."""
         while not self.stopping.is_set():
-            await self._pause(random.uniform(*MISFORTUNE_SECONDS))
-            self._one_misfortune()
+            await self._pause(random.uniform(*FAULT_PAUSE_SECONDS))
+            self._cause_one()
             if self._server is not None and random.random() < 2 / 14:
                 kind = random.choice(("server killed", "server restarted"))
-                self.misfortunes[kind] += 1
+                self.faults[kind] += 1
                 await asyncio.to_thread(self._restart, self._server, kind == "server killed")
         for frozen in self._frozen:
             self._fleet.thaw(frozen)
 
-    def _one_misfortune(self) -> None:
+    def _cause_one(self) -> None:
         fleet = self._fleet
         fleet.tend()
         kinds = {
@@ -248,7 +248,7 @@ class Soak:
             "worker frozen past its lease": 1,
         }
         (kind,) = random.choices(list(kinds), list(kinds.values()))
-        self.misfortunes[kind] += 1
+        self.faults[kind] += 1
         if kind == "process killed":
             fleet.kill_process()
         elif kind == "supervisor killed":
@@ -267,7 +267,7 @@ class Soak:
         server.restart()
 
     async def sample(self) -> None:
-        """Write down how much the fleet takes."""
+        """Record the memory and descriptors of the fleet."""
         while not self.stopping.is_set():
             await self._pause(SAMPLE_SECONDS)
             self.samples.append(self._fleet.sizes())
@@ -285,7 +285,7 @@ class Soak:
         return Counter((kind, number) for kind, number in rows)
 
     async def drain(self) -> Counter[tuple[str, int]]:
-        """Wait until everything that was accepted has happened; what was quarantined by chance is redriven."""
+        """Wait until everything accepted has happened; redrive messages that were quarantined by chance."""
         booked = await self.booked()
         for _ in range(DRAIN_SECONDS):
             self._fleet.tend()
@@ -300,7 +300,7 @@ class Soak:
         return booked
 
     async def look_at_log(self) -> None:
-        """Note how long SQLite's write-ahead log is when nothing is written any more, beside its workers."""
+        """Record the length of SQLite's write-ahead log when nothing is written any more, while its workers run."""
         if self._server is None:
             for _ in range(LOG_SECONDS):
                 self.log_mebibytes = _log_mebibytes(app.url)
@@ -310,12 +310,12 @@ class Soak:
 
 
 async def run(soak: Soak, minutes: float, progress: Progress) -> Counter[tuple[str, int]]:
-    """Soak for so long and return what happened."""
+    """Soak for this many minutes and return the effects."""
     task = progress.add_task("soaking", total=minutes * 60)
     async with app:
         async with app.transaction() as tx:
             await tx.execute("CREATE TABLE ledger (kind text NOT NULL, number bigint NOT NULL)")
-        work = [asyncio.create_task(one) for one in (soak.send(), soak.misfortune(), soak.sample())]
+        work = [asyncio.create_task(one) for one in (soak.send(), soak.cause_faults(), soak.sample())]
         for _ in range(round(minutes * 60)):
             await asyncio.sleep(1)
             progress.advance(task)
@@ -330,7 +330,7 @@ async def run(soak: Soak, minutes: float, progress: Progress) -> Counter[tuple[s
 def report(
     soak: Soak, booked: Counter[tuple[str, int]], left: dict[str, int], minutes: float
 ) -> tuple[Table, list[str]]:
-    """Return a table of what was seen, and what of it breaks the promise."""
+    """Return a table of the run, and the problems that break the promise."""
     lost, unasked = soak.expected - booked.keys(), booked.keys() - soak.expected
     twice = sum(number > 1 for number in booked.values())
     broken = {"lost": len(lost), "twice": twice, "not asked for": len(unasked), **left}
@@ -338,7 +338,7 @@ def report(
     table = Table(title="Soak")
     table.add_column("")
     table.add_column("figure", justify="right")
-    figures: dict[str, object] = {"minutes": f"{minutes:g}", **soak.figures, **soak.misfortunes}
+    figures: dict[str, object] = {"minutes": f"{minutes:g}", **soak.figures, **soak.faults}
     figures["effects"] = booked.total()
     growing = []
     for name, (first, last) in thirds(soak.samples).items():
@@ -376,7 +376,7 @@ def place(store: str, directory: str) -> Iterator[tuple[str, PostgresServer | No
 
 
 def left_behind(fleet: Fleet, directory: str, temporary: str) -> dict[str, int]:
-    """Count what is left when every worker has stopped: the database file is all that may be there."""
+    """Count leftovers after every worker has stopped: only the database file may be there."""
     files = {path.name for path in Path(directory).iterdir()} - {"soak.db", Path(temporary).name}
     return {
         "processes left behind": len(fleet.alive()),

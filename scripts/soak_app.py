@@ -1,4 +1,4 @@
-"""What ``scripts/soak.py`` sends and its workers do; every effect is a row of a ledger, so that it can be counted."""
+"""The messages and handlers of ``scripts/soak.py``; every effect is a row of a ledger, so that it can be counted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _mark = "?" if os.environ.get("ONEFOLD_URL", "").startswith("sqlite") else "%s"
 _insert = f"INSERT INTO ledger (kind, number) VALUES ({_mark}, {_mark})"
 _patient = RetryPolicy(max_attempts=20, base=0.2, cap=2.0)
 
-#: How often an isolated handler kills its own process before it has written anything.
+#: The chance that an isolated handler kills its own process before it has written anything.
 _DEATH_CHANCE = 0.1
 
-#: What one order, one parcel and one trip leave behind, each exactly once.
+#: The effects of one order, one parcel and one trip, each exactly once.
 ORDER_EFFECTS = ("order", "receipt")
 PARCEL_EFFECTS = ("parcel",)
 TRIP_EFFECTS = ("begun", "stamp", "over")
@@ -28,7 +28,7 @@ TRIP_EFFECTS = ("begun", "stamp", "over")
 
 @app.task(key="{number}", retry=_patient)
 async def order(ctx: Context, number: int) -> None:
-    """Write a row and send one message; every tenth fails at first, every seventh takes its time."""
+    """Write a row and send one message; every tenth fails at first, every seventh is slow."""
     if number % 7 == 0:
         await asyncio.sleep(0.05)
     if number % 10 == 0 and ctx.attempt == 1:
@@ -45,7 +45,7 @@ async def receipt(ctx: Context, number: int) -> None:
 
 @app.task(key="{number}", retry=_patient, isolate=True)
 def parcel(ctx: SyncContext, number: int) -> None:
-    """Write a row from a process of its own, which kills itself now and then."""
+    """Write a row in a process of its own, which kills itself now and then."""
     if random.random() < _DEATH_CHANCE:
         os.kill(os.getpid(), signal.SIGKILL)
     ctx.execute(_insert, "parcel", number)

@@ -5,8 +5,12 @@ A machine without one of them skips what needs it, loudly; where ``CI`` is set t
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ import pytest
 import redis
 from tests import left_behind
 
+from onefold import App
 from onefold.clock import SystemClock, new_id, system_random
 from onefold.testing.brokers import RedisServer, find_redis
 from onefold.testing.servers import PostgresServer, find_postgres
@@ -24,6 +29,11 @@ from onefold.testing.servers import PostgresServer, find_postgres
 _MARK = pytest.StashKey[str]()
 
 _database_numbers = itertools.count(1)
+
+#: Files of tests and servers are in memory where there is so much room: on a disk, waiting for syncs is most of what
+#: the tests do.  Every sync is still asked for, and returns at once; no test cuts the power, and what a killed process
+#: has written stays with the kernel.
+_MEMORY, _MEMORY_BYTES_MIN = Path("/dev/shm"), 4 * 1024**3
 
 #: Properties that tests record and whose totals are printed at the end.
 _COUNTED = ("crash points on ", "simulated worlds", "generated ")
@@ -51,6 +61,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Mark every process that this session will start; workers of pytest-xdist have the mark already."""
     if left_behind.VARIABLE not in os.environ:
         os.environ[left_behind.VARIABLE] = config.stash[_MARK] = new_id(SystemClock().now(), system_random())
+    # Hundreds of tests start interpreters, each of which would compile the whole package.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _MEMORY_BYTES_MIN:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+
+
+def pytest_report_header() -> str:
+    """Say where the files of tests are: on a disk the run takes much longer."""
+    return f"files of tests: {tempfile.gettempdir()}"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -82,11 +102,20 @@ def postgres_server() -> Iterator[PostgresServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: PostgresServer) -> str:
+    """The name of a database that has been migrated, to be copied: migrating each one takes longer than most tests."""
+    asyncio.run(App(postgres_server.create_database("migrated")).migrate())
+    return "migrated"
+
+
 @pytest.fixture
-def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """A fresh, empty PostgreSQL database, gone after the test."""
+def postgres_url(request: pytest.FixtureRequest, postgres_server: PostgresServer) -> Iterator[str]:
+    """A PostgreSQL database without messages, gone after the test; migrated, unless the test is marked as ``empty``."""
+    empty = request.node.get_closest_marker("empty") is not None
+    template = "template1" if empty else request.getfixturevalue("migrated_postgres")
     name = f"test_{next(_database_numbers)}"
-    yield postgres_server.create_database(name)
+    yield postgres_server.create_database(name, template=template, by_files=True)
     postgres_server.drop_database(name)
 
 

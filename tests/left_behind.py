@@ -16,7 +16,7 @@ from typing import NamedTuple
 from onefold.clock import MICROSECONDS, SystemClock, pause
 
 VARIABLE = "ONEFOLD_TEST_SESSION"
-#: What lost its parent notices by itself: at once, or after 16 s when it hangs (``onefold.tether``).
+#: What lost its parent notices by itself: at once, or after 16 s when it hangs (``onefold.processes.parent_death``).
 PATIENCE_SECONDS = 20.0
 _PROC = Path("/proc")
 

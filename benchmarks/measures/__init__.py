@@ -1,1 +1,1 @@
-"""What is measured: each module takes one kind of measure of one contender, in a database of its own."""
+"""The measures: each module takes one kind of measure of one contender, in a database of its own."""

@@ -10,19 +10,19 @@ from benchmarks.history import keep_done_messages
 from benchmarks.place import Figures, Place
 from benchmarks.processes import Agent
 
-#: The same claim on an empty store, and at the beginning, as series of their own.
+#: The same claim on an empty store, and at the beginning, as separate series.
 EMPTY = "empty store"
 BEGINNING = "at the start"
 
 _CLAIM = 100
 _CLAIMS = 40
-#: The first claims of a turn find caches and plans cold.
+#: The first claims of a turn, which are slow because caches and plans are cold.
 _COLD = 5
 _TURNS = 5
 _FIRST = 1
 
 FOREIGN_PER_SECOND = 2_000
-#: So that each claim finds a full batch.
+#: The pause between claims, so that each of them finds a full batch.
 _EVERY_SECONDS = _CLAIM / FOREIGN_PER_SECOND
 _COMPARED_SECONDS = 10.0
 
@@ -39,14 +39,14 @@ async def with_history(place: Place) -> Figures:
 
 
 async def _claim(agent: Agent, turn: int) -> float:
-    """Fill, then claim all of it; return milliseconds of a claim."""
+    """Fill the store, then claim all of it; return the milliseconds of a claim."""
     messages = _CLAIM * _CLAIMS
     await agent.ask("fill", messages=messages, first=_FIRST + turn * messages)
     return _milliseconds((await agent.ask("special", name="claims", size=_CLAIM, number=_CLAIMS))[_COLD:])
 
 
 async def beside_foreign_transaction(place: Place) -> Figures:
-    """Send and claim at a steady rate while somebody else leaves a transaction open."""
+    """Send and claim at a steady rate while another session leaves a transaction open."""
     seconds = place.scale.foreign_seconds
     number = round(seconds / _EVERY_SECONDS)
     compared = round(min(_COMPARED_SECONDS, seconds / 4) / _EVERY_SECONDS)

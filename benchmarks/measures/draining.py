@@ -14,7 +14,7 @@ from benchmarks.contender import POISON_EVERY, Mode
 from benchmarks.place import Figures, Place, wait_for
 from benchmarks.processes import Agent
 
-#: The same drain without poison, as a series of its own.
+#: The same drain without poison, as a separate series.
 HEALTHY = "no poison"
 _PILOT_MESSAGES = {Mode.TRANSACTIONAL: 500, Mode.WORKFLOW: 50}
 _PILOT_MESSAGES_PLAIN = 5_000
@@ -40,25 +40,25 @@ async def with_steps(place: Place) -> Figures:
 
 
 async def with_poison(place: Place) -> Figures:
-    """Drain the same messages with some among them that fail, and without; how fast those that do not fail end.
+    """Drain messages with and without some that fail; return the rates at which the others end.
 
-    Each side is drained twice, in both orders, because whoever comes second finds the disk as the first has left it.
-    A drain is over before the first retry is due, so each message that fails does so once.
+    Each side is drained twice, in both orders, because the second drain finds the disk as the first has left it.
+    A drain is over before the first retry is due, so each failing message fails once.
     """
     healthy = [await _fitting(place, 1, Mode.PLAIN)]
     messages = place.known[place.row, place.contender]
-    # As many others as there are without: those that fail come on top.
+    # As many healthy messages as on the other side, with the failing ones on top.
     among = messages + -(-messages // (POISON_EVERY - 1))
     poisoned = [await drain(place, 1, Mode.POISON, among) for _ in range(2)]
     healthy.append(await drain(place, 1, Mode.PLAIN, messages))
-    # As one long drain.
+    # The harmonic mean gives the rate of both drains together.
     return {place.row: {place.contender: [harmonic_mean(poisoned)], HEALTHY: [harmonic_mean(healthy)]}}
 
 
 async def _fitting(place: Place, workers: int, mode: Mode) -> float:
-    """Drain as many messages as fill the time; a first short drain finds out how many those are.
+    """Drain as many messages as fill the time; a first short drain finds their number.
 
-    A quick look has no time to fill, and makes do with the short drain.
+    With ``--quick`` there is no time to fill, and the short drain is the measure.
     """
     which = (place.row, place.contender)
     pilot = _PILOT_MESSAGES.get(mode, _PILOT_MESSAGES_PLAIN)
@@ -98,7 +98,7 @@ def _check_rows(place: Place, url: str, messages: int) -> None:
 
 
 async def drained(sender: Agent, board: Board, agents: Sequence[Agent], healthy: int, poisoned: int = 0) -> int:
-    """Return the moment at which nothing was left; the store is not asked before every handler has run."""
+    """Return the time at which nothing was left; the store is not asked before every handler has run."""
     await wait_for(board, healthy, agents)
     async with asyncio.timeout(_LEFT_SECONDS_MAX):
         while True:

@@ -1,4 +1,4 @@
-"""S11 again: how the others fare when some messages end the process they run in, below the supervisor."""
+"""S11 again: the rate of other messages when some end the process they run in, below the supervisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.contender import KILLERS, Mode, NotBuiltError
 from benchmarks.place import Figures, Place
 
 ROW = "S11 killers"
-#: The same drain without them, as a series of its own.
+#: The same drain without them, as a separate series.
 HARMLESS = "no killers"
 _PROCESSES = 2
 _MESSAGES = 10_000
@@ -35,7 +35,7 @@ async def _help() -> str:
 
 
 async def _drain(place: Place, mode: Mode, killers: int) -> float:
-    """Return how many of the others ran per second, until the last of them did; a neighbour may have run twice."""
+    """Return the rate of the other messages, until the last of them; one beside a killer may have run twice."""
     async with place.sender(mode) as (sender, url):
         await sender.ask("fill", messages=_MESSAGES)
         place.engine.calm(url)

@@ -1,4 +1,4 @@
-"""S8: from the call that sends to the start of the handler in another process, under a light load."""
+"""S8: the time from the sending call to the start of the handler in another process, under a light load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.processes import Agent
 
 PER_SECOND = 20
 P95 = "S8 p95"
-#: Messages sent beforehand, at the same rate: the first ones find connections cold and workers still starting.
+#: Messages sent beforehand at the same rate, because connections are cold and workers are still starting.
 _WARM_UP = 20
 
 

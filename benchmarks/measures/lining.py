@@ -1,4 +1,4 @@
-"""G1 and G2: what lines cost, those who stand in them and those who do not."""
+"""G1 and G2: the cost of lines, for messages that stand in them and for those that do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.board import Board
 from benchmarks.measures.draining import drained
 from benchmarks.place import Figures, Place
 
-#: The same drain without any line, as a series of its own.
+#: The same drain without any line, as a separate series.
 WITHOUT = "no lines"
 HOT = 50_000
 LINES = 10_000
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.01
 
 
 async def beside_a_long_line(place: Place) -> Figures:
-    """Drain messages without a line, alone and beside one very long line; those in it have numbers below zero."""
+    """Drain messages without a line, alone and beside one very long line, whose messages have numbers below zero."""
     which = (place.row, place.contender)
     messages = place.known.get(which, _MESSAGES)
     without = await _drain_beside(place, messages, hot=0)

@@ -1,4 +1,4 @@
-"""S9 and S13: what a worker costs while it does nothing, and while it holds very many messages."""
+"""S9 and S13: the cost of a worker while it is idle, and while it holds very many messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BYTES_PER_MEGABYTE = 1_000_000
 
 
 async def idle(place: Place) -> Figures:
-    """Let a worker that has worked wait for more."""
+    """Let a worker that has worked wait for more messages."""
     async with place.sender() as (sender, url):
         await sender.ask("fill", messages=1)
         return await settled_idle(place, url, Mode.PLAIN, STATEMENTS)
 
 
 async def settled_idle(place: Place, url: str, mode: Mode, statements_row: str) -> Figures:
-    """Measure the processor time of a worker that has settled down, and the statements the server is sent."""
+    """Measure the processor time of a worker that has become idle, and the statements it sends to the server."""
     engine, seconds = place.engine, place.scale.idle_seconds
     if isinstance(engine, Postgres):
         engine.log_statements(url)
@@ -52,13 +52,13 @@ def _cpu_seconds(worker: Agent) -> float:
 
 
 async def memory(place: Place) -> Figures:
-    """Let one worker process run very many handlers that wait; measure the memory it takes."""
+    """Let one worker process run very many waiting handlers, and measure its memory."""
     async with place.sender(Mode.WAITING) as (sender, url):
         await sender.ask("fill", messages=RUNNING)
         board = Board(place.directory, 0, 0)
         async with place.deployed(url, board, RUNNING, Mode.WAITING, "--concurrency", str(RUNNING)) as worker:
             await wait_for(board, RUNNING, [worker], seconds=_START_SECONDS_MAX)
             board.check(RUNNING)
-            # A supervisor is a process beside it, and smaller.
+            # The supervisor is a second, smaller process.
             most = max(process.memory_info().rss for process in worker.tree())
     return place.figure(most / _BYTES_PER_MEGABYTE)

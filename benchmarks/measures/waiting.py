@@ -1,4 +1,4 @@
-"""R1 and R2: what runs cost while they wait, and how fast they are on their way when very many are due at once."""
+"""R1 and R2: the cost of waiting runs, and the rate at which very many runs continue that are due at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.measures.resources import settled_idle
 from benchmarks.place import Figures, Place, wait_for
 
 STATEMENTS = "R1 statements"
-#: As many plain messages, drained in the same minute, as a series of their own.
+#: As many plain messages, drained in the same minute, as a separate series.
 PLAIN = "plain drain"
-#: One instant for all, long ago.
+#: One due time for all, long ago.
 _SAME_INSTANT = 1_000_000
 _SECONDS_MAX = 300.0
 
@@ -22,13 +22,13 @@ async def parked(place: Place) -> Figures:
     """Let a worker wait beside runs that all wait for a signal."""
     async with place.sender(Mode.PARKED) as (sender, url):
         await sender.ask("special", name="park", messages=place.scale.parked_runs, seconds=None, first=1)
-        # One that is through at once tells when the worker has begun.
+        # A run that does not wait shows that the worker has started.
         await sender.ask("special", name="send_awake", seq=0)
         return await settled_idle(place, url, Mode.PARKED, STATEMENTS)
 
 
 async def sleeping(place: Place) -> Figures:
-    """Let runs that slept all be due at the same instant; the clock runs until the last is on its way."""
+    """Let sleeping runs all be due at the same instant; the clock runs until the last has continued."""
     runs = place.scale.sleeping_runs
     plain = await drain(place, 1, Mode.PLAIN, runs)
     async with place.sender(Mode.PARKED) as (sender, url):

@@ -1,6 +1,6 @@
-"""The peers: how each is started, and what it needs in an environment of its own, so that nothing of it touches ours.
+"""The peers: how each is started, and the packages of its own environment, which does not touch ours.
 
-A new peer is a module here and a line below; who takes part in which workload stands in ``benchmarks.plan``.
+A new peer is a module here and a line below; ``benchmarks.plan`` says in which workloads it takes part.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Peer:
     name: str
     #: ``module:class``, or a JavaScript module beside ``agent.mjs``.
     where: str
-    #: What pip installs.
+    #: The packages that pip installs.
     needs: tuple[str, ...]
-    #: What npm installs, for those written in JavaScript.
+    #: The packages that npm installs, for peers written in JavaScript.
     modules: tuple[str, ...] = ()
 
     @property
     def versions(self) -> str:
-        """Name its version, for the report."""
+        """Return its versions, for the report."""
         return re.sub(r"(\[.*\])?(==|@)", " ", (self.modules or self.needs)[0])
 
 

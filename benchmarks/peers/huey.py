@@ -10,7 +10,7 @@ from benchmarks.board import Tally
 from benchmarks.contender import Job, Mode, Ready
 
 _SQLITE = "sqlite:///"
-#: Threads: on SQLite more of them only wait for one another.
+#: Worker threads: on SQLite more of them would only wait for each other.
 _WORKERS = {True: 1, False: 4}
 
 

@@ -1,5 +1,5 @@
 """``python -m onefold``."""
 
-from onefold.cli import main
+from onefold.cli.main import main
 
 main()

@@ -1,53 +1,53 @@
-"""Everything that can go wrong, and the three instructions a handler may raise.
+"""All errors, and the three instructions that a handler may raise.
 
 ::
 
     OnefoldError                     base of all
-    ├── ConfigurationError           wrong before anything ran; the message names the remedy
-    │   ├── SchemaError              migrations missing, foreign or from the future
+    ├── ConfigurationError           a wrong declaration or setting; nothing ran, the message names the remedy
+    │   ├── SchemaError              the database lacks migrations, has newer ones, or is not onefold's
     │   └── SecondLibraryError       two SQLite libraries of one process on one file
-    ├── EnvelopeError                a message that may not travel; names the field
+    ├── EnvelopeError                an invalid message; names the field
     │   ├── DecodeError              bytes that cannot be read; a retry would not help
-    │   │   └── UnknownArgumentError they say more than this version of the code knows; a newer one may
-    │   ├── KeyMismatchError         from a broker with another key than its task makes of its arguments
+    │   │   └── UnknownArgumentError an argument that this version of the code does not have; a newer one may
+    │   ├── KeyMismatchError         a message from a broker has another key than its task makes of its arguments
     │   └── LimitError               larger, longer, deeper or more than allowed; names the limit
     ├── KeyReuseError                the same key was sent with another payload
-    ├── StoreError                   the store refused
-    │   ├── StoreUnavailableError    it may work later; nothing was half-written
-    │   │   ├── CommitUnknownError   all of the transaction happened, or nothing; nobody can be asked which
-    │   │   ├── StoreConflictError   another transaction wanted the same rows in another order, and this one lost
-    │   │   └── SessionLostError     the session ended under the caller's own statement; nothing was written
+    ├── StoreError                   the store could not do it
+    │   ├── StoreUnavailableError    not now; nothing was half-written, trying again is safe
+    │   │   ├── CommitUnknownError   the connection was lost during COMMIT: all of it was written, or nothing
+    │   │   ├── StoreConflictError   a deadlock with another transaction, and this one lost; nothing was written
+    │   │   └── SessionLostError     the session ended during a statement of the caller; nothing was written
     │   ├── StoreReplacedError       the database file was moved or replaced under the running store
-    │   ├── LeaseLostError           somebody else owns the message now; nothing was written
-    │   ├── TransactionOpenError     this would commit apart from the open transaction, or end it
-    │   ├── TransactionEndedError    the code inside a transaction ended it by itself; a part may be committed
-    │   └── ReadTooLongError         a read of the caller's took longer than it may, and was interrupted
-    ├── TransportError               a broker refused
-    │   └── TransportUnavailableError  it may work later; what was to be published may be published
+    │   ├── LeaseLostError           another worker owns the message now; nothing was written
+    │   ├── TransactionOpenError     the call would commit apart from the open transaction, or end it
+    │   ├── TransactionEndedError    the code inside a transaction ended it; a part may be committed
+    │   └── ReadTooLongError         a read of the caller took too long and was interrupted
+    ├── TransportError               a broker could not do it
+    │   └── TransportUnavailableError  not now; the entry may have been published, publishing again is safe
     ├── HandlerError                 a handler broke its contract
     │   ├── TransactionTooLongError  the handler's transaction stayed open past its limit and was ended
-    │   ├── HandlerTimeoutError      the handler's time is up
-    │   ├── UnreadableSignalError    a signal has another type than the run waits for; a person must drop or replace it
-    │   ├── UncertainError           nobody knows whether an effect happened; a person must say
-    │   ├── StepLimitError           a run has more steps than it may; parked until a person allows more
+    │   ├── HandlerTimeoutError      the handler did not end in its time
+    │   ├── UnreadableSignalError    a signal has another type than the run waits for; an operator drops or replaces it
+    │   ├── UncertainError           whether an effect happened is unknown; an operator must say
+    │   ├── StepLimitError           a run asks for more steps than allowed; parked until it is resumed with more
     │   └── ReplayError              a workflow's code and its journal differ
     ├── SequenceGapError             an earlier number of its ordering key is missing
     ├── StepError                    a step of a workflow failed for good; carries the failure
     ├── SignalError                  a signal reached no run: none has that id, or the one with the key has ended
     ├── SignalTimeoutError           the awaited signal did not come in the time given
     ├── DeadError                    the awaited message is a dead letter; carries the failure
-    │   └── SagaError                the awaited saga failed and was undone
+    │   └── SagaError                the awaited saga failed and was undone; carries the failure
     ├── CancelledMessageError        the awaited message was cancelled or discarded
-    ├── RestartError                 a run cannot go back to that step now; says why and what to do
-    ├── RetentionOverError           a dead letter was kept for too long to be redriven
+    ├── RestartError                 a run cannot be restarted from that step now; says why and what to do
+    ├── RetentionOverError           the time in which a dead letter can be redriven is over
     └── ResultTimeoutError           no outcome came in the time given
 
-    Retry(after=…)    try again later, counted as an attempt
-    Snooze(after=…)   try again later, not counted
-    Reject(reason)    never try again
+    Retry(after=…)    run again later, counted as an attempt
+    Snooze(after=…)   run again later, not counted
+    Reject(reason)    never run again
 
-Something that went wrong ends in ``Error``; an instruction does not.
-A driver's exception never crosses the seam of a store or transport: it is chained to one of these.
+The names of errors end in ``Error``, those of instructions do not.
+A driver's exception never leaves a store or transport: it is the ``__cause__`` of one of these.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class OnefoldError(Exception):
 
 
 class ConfigurationError(OnefoldError):
-    """Something was declared or configured wrongly; nothing has run yet."""
+    """A declaration or setting is wrong; nothing has run yet, and the message names the remedy."""
 
 
 class SchemaError(ConfigurationError):
-    """The database is not one this version may write to; the message names the command or the remedy."""
+    """This version must not write to the database; the message names the command or the remedy."""
 
 
 class SecondLibraryError(ConfigurationError):
-    """A second SQLite library of this process was kept away from a database file; the message names the remedy."""
+    """A second SQLite library of this process was refused a database file; the message names the remedy."""
 
 
 class EnvelopeError(OnefoldError):
-    """A message breaks the contract.  ``field`` names the part that does."""
+    """A message is invalid.  ``field`` names the part that is."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -83,18 +83,18 @@ class EnvelopeError(OnefoldError):
 
 
 class DecodeError(EnvelopeError):
-    """Bytes that cannot be read as what they claim to be; trying again would not help."""
+    """Bytes that cannot be decoded as the type that is expected; trying again would not help."""
 
 
 class UnknownArgumentError(DecodeError):
     """A message has an argument, or a field in one, that this version of its handler does not have.
 
-    A newer version of the code may have sent it: a worker leaves it to a newer worker, without using up an attempt.
+    A newer version of the code may have sent it, so a worker leaves it to a newer one without using up an attempt.
     """
 
 
 class LimitError(EnvelopeError):
-    """A limit was passed; the message names the field, the limit and the remedy."""
+    """A limit was exceeded; the message names the field, the limit and the remedy."""
 
 
 class KeyMismatchError(EnvelopeError):
@@ -103,7 +103,7 @@ class KeyMismatchError(EnvelopeError):
     def __init__(self, message_type: str, key: str, made: str) -> None:
         super().__init__(
             "idempotency_key",
-            f"is {key!r}, but {message_type} makes {made!r} from these arguments; send that, or the message's id",
+            f"is {key!r}, but {message_type} makes {made!r} from these arguments; send that one, or the message's id",
         )
         self.message_type = message_type
         self.key = key
@@ -116,7 +116,7 @@ class KeyReuseError(OnefoldError):
     def __init__(self, message_type: str, key: str, first_id: str) -> None:
         super().__init__(
             f"{message_type}: idempotency key {key!r} belongs to message {first_id}, which has another payload; "
-            "send the same arguments, or use a key that tells the two apart"
+            "send the same arguments, or use another key"
         )
         self.message_type = message_type
         self.key = key
@@ -124,7 +124,7 @@ class KeyReuseError(OnefoldError):
 
 
 class StoreError(OnefoldError):
-    """The store could not do what it was asked."""
+    """The store could not carry out a call."""
 
 
 class StoreUnavailableError(StoreError):
@@ -132,50 +132,53 @@ class StoreUnavailableError(StoreError):
 
 
 class CommitUnknownError(StoreUnavailableError):
-    """The connection was lost during COMMIT, and the store cannot be asked what became of it: all of it, or nothing."""
+    """The connection was lost during COMMIT; all of the transaction was written, or nothing."""
 
 
 class StoreReplacedError(StoreError):
-    """The database file, or its log, is not the one that was opened; what was written last may be lost."""
+    """The database file or its log was moved or replaced after it was opened; the last commits may be lost."""
 
 
 class StoreConflictError(StoreUnavailableError):
-    """Another transaction wanted the same rows in another order, and this one lost.  Nothing was written."""
+    """Another transaction locked the same rows in another order, and this one lost.  Nothing was written."""
 
 
 class SessionLostError(StoreUnavailableError):
-    """The database session ended while a statement of the caller's own ran.  Nothing was committed.
+    """The database session ended while a statement of the caller ran.  Nothing was committed.
 
-    The server may have restarted, or the statement may have ended its session: a message whose statements do so again
-    and again is quarantined, as one that kills its process.
+    The server may have restarted, or the statement may have ended its session: a message whose statements do so
+    repeatedly is quarantined, like one that kills its process.
     """
 
 
 class LeaseLostError(StoreError):
-    """The lease was taken over; everything in this transaction was rolled back."""
+    """Another worker took the message over; everything in this transaction was rolled back."""
 
 
 class TransactionOpenError(StoreError):
-    """Something that commits by itself, or would end the transaction, was used while one is open; it was not done."""
+    """The call would commit apart from the open transaction, or end it; it was not carried out."""
 
 
 class TransactionEndedError(StoreError):
-    """The code inside a transaction ended it by itself, so that a part of it may be committed without the rest.
+    """The code inside a transaction ended it, so that a part of it may be committed without the rest.
 
-    A handler's message becomes a dead letter at once: another run would repeat what was committed.
+    A handler's message becomes a dead letter at once, because another run would repeat the committed part.
     """
 
 
 class ReadTooLongError(StoreError):
-    """A read of the caller's took longer than it may on SQLite, and was interrupted."""
+    """A read of the caller on SQLite took longer than its limit and was interrupted."""
 
 
 class TransportError(OnefoldError):
-    """A broker could not do what it was asked."""
+    """A broker could not carry out a call."""
 
 
 class TransportUnavailableError(TransportError):
-    """A broker cannot be reached, or takes nothing now.  Publishing again is safe: receivers know what they have."""
+    """A broker cannot be reached, or accepts nothing now.
+
+    The entry may have been published.  Publishing it again is safe, because receivers recognise duplicates by the key.
+    """
 
 
 class HandlerError(OnefoldError):
@@ -187,24 +190,26 @@ class TransactionTooLongError(HandlerError):
 
 
 class HandlerTimeoutError(HandlerError):
-    """The handler's time is up: past its timeout; in a thread also past its lease, or past a graceful stop."""
+    """The handler ran past its timeout; in a thread also past its lease, or past a graceful stop."""
 
 
 class UncertainError(HandlerError):
-    """An effect was begun, its outcome is unknown, and nothing but a person can tell; the message is parked."""
+    """An effect was begun and its outcome is unknown; the message is parked until an operator says what happened."""
 
     def __init__(self, message_id: str, name: str, why: str) -> None:
-        super().__init__(f"message {message_id}: whether {name!r} happened is unknown, {why}; see app.resolve()")
+        super().__init__(
+            f"message {message_id}: whether {name!r} happened is unknown, {why}; find out and call app.resolve()"
+        )
         self.message_id = message_id
         self.name = name
 
 
 class StepLimitError(HandlerError):
-    """A run asks for more steps than its workflow may have; it is parked, and nothing of it is lost."""
+    """A run asks for more steps than its workflow allows; it is parked with its journal."""
 
     def __init__(self, run_id: str, most: int) -> None:
         super().__init__(
-            f"run {run_id}: steps: it asks for more than {most}; give parts of the work to children, or declare the "
+            f"run {run_id}: steps: it asks for more than {most}; move parts of the work into children, or declare the "
             "workflow with a larger max_steps= and resume the run"
         )
         self.run_id = run_id
@@ -212,12 +217,12 @@ class StepLimitError(HandlerError):
 
 
 class UnreadableSignalError(HandlerError):
-    """A run waits for a signal of another type than the one that came; it is parked, and the signal is not taken."""
+    """A signal has another type than the run waits for; the run is parked, and the signal stays unread."""
 
     def __init__(self, run_id: str, name: str, signal_id: str, problem: str) -> None:
         super().__init__(
             f"run {run_id}: its signal {name!r} with the id {signal_id!r} cannot be read ({problem}); "
-            "see app.drop_signal() and app.replace_signal()"
+            "call app.drop_signal() or app.replace_signal()"
         )
         self.run_id = run_id
         self.name = name
@@ -225,12 +230,12 @@ class UnreadableSignalError(HandlerError):
 
 
 class ReplayError(HandlerError):
-    """A workflow's code no longer does what its journal says it did; the run is parked, and nothing was changed."""
+    """A workflow's code and its journal differ; the run is parked, and nothing was changed."""
 
     def __init__(self, run_id: str, *, code: str, journal: str) -> None:
         super().__init__(
             f"run {run_id}: the code says {code}, its journal says {journal}; "
-            "let the code that began it finish it, under its own version="
+            "keep the code that began the run until it has finished, under its own version="
         )
         self.run_id = run_id
         self.code = code
@@ -238,12 +243,12 @@ class ReplayError(HandlerError):
 
 
 class SequenceGapError(OnefoldError):
-    """A message came although one with a lower number of the same ordering key is missing; it did not run."""
+    """A message with a lower sequence number of the same ordering key is missing; this one did not run."""
 
     def __init__(self, message_id: str, ordering_key: str, sequence: int) -> None:
         super().__init__(
-            f"message {message_id}: a number before {sequence} of the ordering key {ordering_key!r} is missing; "
-            "send that one and redrive this one, or let its task say gap='skip'"
+            f"message {message_id}: sequence: a number before {sequence} of the ordering key {ordering_key!r} is "
+            "missing; send that message and redrive this one, or declare the task with gap='skip'"
         )
         self.message_id = message_id
         self.ordering_key = ordering_key
@@ -251,7 +256,7 @@ class SequenceGapError(OnefoldError):
 
 
 class StepError(OnefoldError):
-    """A step failed for good.  The same on every replay, so a workflow may catch it and go another way."""
+    """A step failed for good.  It is raised again on every replay, so a workflow may catch it and go on."""
 
     def __init__(self, step: str, reason: str, error_type: str, error_message: str) -> None:
         super().__init__(f"step {step} failed ({reason}): {error_type}: {error_message}")
@@ -262,7 +267,7 @@ class StepError(OnefoldError):
 
 
 class SignalError(OnefoldError):
-    """A signal reached no run.  Nothing was written; inside a handler or transaction, nothing of its commit."""
+    """A signal reached no run.  Nothing was written; inside a handler or transaction its whole commit is undone."""
 
     def __init__(self, run_id: str, name: str, why: str) -> None:
         super().__init__(f"signal {name!r} reached no run: {why}")
@@ -273,17 +278,17 @@ class SignalError(OnefoldError):
     def unknown(cls, run_id: str, name: str) -> SignalError:
         """Return the error for an id that the store does not have."""
         return cls(
-            run_id, name, f"the store has none with the id {run_id!r}; take the id of a receipt, after its commit"
+            run_id, name, f"the store has no run with the id {run_id!r}; use the id of a receipt, after its commit"
         )
 
     @classmethod
     def ended(cls, run_id: str, name: str) -> SignalError:
-        """Return the error for a key whose run can be told nothing any more, and cannot be started again."""
+        """Return the error for a key whose run has ended: it takes no signals and cannot be started again."""
         return cls(run_id, name, f"the key belongs to run {run_id}, which has ended; use another key for new work")
 
 
 class SignalTimeoutError(OnefoldError):
-    """The awaited signal did not come in the time given; one that comes later is for the next wait."""
+    """The awaited signal did not come in the time given; the next wait gets one that comes later."""
 
 
 class DeadError(OnefoldError):
@@ -298,7 +303,7 @@ class DeadError(OnefoldError):
 
 
 class SagaError(DeadError):
-    """The awaited saga failed, and everything it had done was undone; carries what it failed with."""
+    """The awaited saga failed, and all of its steps were undone; carries the failure."""
 
 
 class CancelledMessageError(OnefoldError):
@@ -306,7 +311,7 @@ class CancelledMessageError(OnefoldError):
 
 
 class RestartError(OnefoldError):
-    """A run cannot go back to that step without harm; nothing was changed."""
+    """A run cannot be restarted from that step safely; nothing was changed."""
 
     def __init__(self, run_id: str, why: str, remedy: str) -> None:
         super().__init__(f"run {run_id} cannot be restarted: {why}; {remedy}")
@@ -314,20 +319,20 @@ class RestartError(OnefoldError):
 
 
 class RetentionOverError(OnefoldError):
-    """A dead letter cannot be redriven any more: its time is over; nothing was changed."""
+    """The time in which a dead letter can be redriven is over; nothing was changed."""
 
     def __init__(self, message_id: str, until: str | None) -> None:
-        told = "its body is no longer kept" if until is None else f"it could be redriven until {until}"
-        super().__init__(f"dead letter {message_id}: {told}; discard it and send it anew")
+        why = "its body is no longer kept" if until is None else f"it could be redriven until {until}"
+        super().__init__(f"dead letter {message_id}: {why}; discard it and send the message again")
         self.message_id = message_id
 
 
 class ResultTimeoutError(OnefoldError):
-    """The awaited message had no outcome in the time given; it is still alive."""
+    """The awaited message had no outcome in the time given; it has not ended."""
 
 
 class Retry(Exception):  # noqa: N818 - an instruction, not an error
-    """Raised by a handler: try again ``after`` this long, counted as an attempt."""
+    """Raised by a handler: run again ``after`` this long, counted as an attempt."""
 
     def __init__(
         self, reason: str = "the handler asked for a retry", *, after: timedelta | float | None = None
@@ -337,7 +342,7 @@ class Retry(Exception):  # noqa: N818 - an instruction, not an error
 
 
 class Snooze(Exception):  # noqa: N818 - an instruction, not an error
-    """Raised by a handler: try again ``after`` this long without counting an attempt, until the message expires."""
+    """Raised by a handler: run again ``after`` this long without counting an attempt, until the message expires."""
 
     def __init__(self, *, after: timedelta | float, reason: str = "the handler snoozed") -> None:
         super().__init__(reason)
@@ -348,17 +353,17 @@ class Reject(Exception):  # noqa: N818 - an instruction, not an error
     """Raised by a handler: this message can never succeed; make it a dead letter now."""
 
 
-#: The longest duration that is accepted, a hundred years.  Instants are whole microseconds that are added up: so much
-#: is exact in a double, and counted from any moment that a message may name it ends before the year 9999, where dates
-#: end.  It stands here because two of the instructions above are checked by it; read it as a part of ``limits``.
+#: The longest duration that is accepted, a hundred years.  Its microseconds are exact in a double, and added to any
+#: instant that a message may name they end before the year 9999, where dates end.  It is defined here, and not in
+#: ``limits``, because two of the instructions above are checked by it and ``limits`` imports this module.
 DURATION_SECONDS_MAX = 36_525 * 86_400.0
 
 
 def seconds(duration: timedelta | float, name: str = "a duration") -> float:
-    """Turn a duration as users write it into seconds, or refuse it at the call that was given it.
+    """Turn a user's duration into seconds, or refuse it.
 
-    Everything that is later counted from a clock comes through here: a duration that a store or a date cannot hold
-    must not be found out when the message is settled.
+    Every duration that a user gives comes through here, so that one that no store or date can hold is refused at the
+    call and not when the message is settled.
     """
     if isinstance(duration, bool) or not isinstance(duration, SupportsFloat | timedelta):
         kind = type(duration).__name__

@@ -1,15 +1,15 @@
-"""Beside the flow: the one place through which everything goes that onefold logs.
+"""Beside the flow: a filter through which every log record of onefold goes.
 
-A log line is ``event name=value name=value``, and its values come from anywhere: keys and subjects from senders, error
-texts from handlers, servers and drivers.  Here every value is made harmless, whichever module logs it:
+A log line is ``event name=value name=value``.  Its values are not trusted: keys and subjects come from senders, error
+texts from handlers, servers and drivers.  The filter makes every value harmless:
 
 - text that could end a line, pass for another field or steer a terminal is quoted and escaped;
-- of an exception only its type is kept, because its text may hold what a handler was given.  The text of an error that
-  onefold itself words about its store, its brokers or its configuration is kept, since it tells what to do;
+- of an exception only the type is kept, because its text may hold arguments of a handler.  The text of onefold's own
+  errors about its store, its brokers and its configuration is kept, because it says what to do;
 - of a traceback the places and the types are kept.
 
-A record carries the same as data, for formatters that write JSON: ``event`` is its name, and ``fields`` has the values
-by their names, unquoted, with the same texts left out.
+A record has the same as data, for formatters that write JSON: ``event`` is its name, and ``fields`` has the values by
+their names, unquoted, with the same texts left out.
 
 The whole text of a failure is in the store, with the attempt and the dead letter.
 """
@@ -21,27 +21,29 @@ import logging
 import re
 import traceback
 from functools import lru_cache
-from typing import Any
 
 from onefold.errors import ConfigurationError, LeaseLostError, StoreUnavailableError, TransportError
 
-#: Errors whose text onefold words itself and that carry nothing of a message.
+#: Errors with texts of onefold's own that hold nothing of a message.
 _WORDED = (ConfigurationError, LeaseLostError, StoreUnavailableError, TransportError)
+#: Types of values that are logged unchanged.
+_PLAIN = (int, float, type(None))
 #: Characters that are printable and would still end a value or begin another field.
 _ENDS_A_VALUE = frozenset(" \"'=\\`")
 #: A value is cut here: a key has 512 bytes at most, and a longer error text is in the store.
 _VALUE_MAX = 1_000
 
 
-#: A value in the format of a line, with its name; the event itself may be a value, which has none.
+#: A value in the format of a line, with its name if it has one; an event that is a value has none.
 _FIELD = re.compile(r"(?:(\w+)=)?%[.\d]*[sdf]")
 #: Formats that are remembered; there are fewer in the package.
 _FORMATS_MAX = 256
 
+_Value = int | float | str | None
+
 
 def escaped(text: str) -> str:
     """Return text as one value of a log line: as it is if that is safe, otherwise quoted, with escapes."""
-    text = _cut(text)
     if not text.isprintable():
         return json.dumps(text)
     if not text or not _ENDS_A_VALUE.isdisjoint(text):
@@ -49,34 +51,22 @@ def escaped(text: str) -> str:
     return text
 
 
-def _cut(text: str) -> str:
+def _value_of(argument: object) -> _Value:
+    """Return an argument as it may be logged: of an error its type, and its text only if that is onefold's own."""
+    if isinstance(argument, _PLAIN):
+        return argument
+    if isinstance(argument, BaseException):
+        kind = type(argument).__name__
+        text = f"{kind}: {argument}" if isinstance(argument, _WORDED) else kind
+    else:
+        text = str(argument)
     return text if len(text) <= _VALUE_MAX else f"{text[:_VALUE_MAX]}…"
-
-
-def _told(value: object) -> int | float | str | None:
-    """Return what is told of a value: of an error its type, and its text only if onefold words it."""
-    if value is None or isinstance(value, int | float):
-        return value
-    if isinstance(value, BaseException):
-        kind = type(value).__name__
-        return _cut(f"{kind}: {value}") if isinstance(value, _WORDED) else kind
-    return _cut(str(value))
 
 
 @lru_cache(_FORMATS_MAX)
 def _names(form: str) -> tuple[str, tuple[str | None, ...]]:
     """Return the event of a line's format, and the names of its values in their order."""
     return form.partition(" ")[0], tuple(found[1] for found in _FIELD.finditer(form))
-
-
-def _describe(record: logging.LogRecord, told: tuple[int | float | str | None, ...]) -> None:
-    """Give a record its event and its fields as data."""
-    event, names = _names(str(record.msg))
-    named = list(zip(names, told, strict=False))
-    if named and named[0][0] is None and event == "%s":
-        event = str(named[0][1])
-    record.event = event
-    record.fields = {name: value for name, value in named if name is not None}
 
 
 def _places(error: BaseException | None) -> str:
@@ -95,11 +85,13 @@ class Escaping(logging.Filter):
     """Makes the values of a record harmless before any handler sees them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        arguments: Any = record.args
-        told = tuple(map(_told, arguments)) if isinstance(arguments, tuple) else ()
-        _describe(record, told)
-        if told:
-            record.args = tuple(escaped(one) if isinstance(one, str) else one for one in told)
+        event, names = _names(str(record.msg))
+        values: tuple[_Value, ...] = ()
+        if isinstance(record.args, tuple):
+            values = tuple(map(_value_of, record.args))
+            record.args = tuple(escaped(one) if isinstance(one, str) else one for one in values)
+        record.event = str(values[0]) if event == "%s" and values else event
+        record.fields = {name: value for name, value in zip(names, values, strict=False) if name is not None}
         if isinstance(record.exc_info, tuple):
             record.exc_text, record.exc_info = _places(record.exc_info[1]), None
         return True

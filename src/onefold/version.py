@@ -1,3 +1,3 @@
-"""Which version of onefold this is."""
+"""The version of onefold."""
 
 __version__ = "0.1.0"

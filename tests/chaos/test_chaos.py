@@ -1,4 +1,4 @@
-"""Everything that runs is harmed at random for a while; afterwards every row is as the accepted messages imply.
+"""Faults hit everything at random for a while; afterwards every row is as the accepted messages imply.
 
 The seed is new in every run and printed; ``ONEFOLD_CHAOS_SEED`` sets it.  ``scripts/chaos.py`` runs for longer.
 """
@@ -18,11 +18,11 @@ from onefold.testing.servers import PostgresServer
 
 RecordProperty = Callable[[str, object], None]
 
-#: Both event loops have their turn: the processes of one run use one of them.
+#: Both event loops in turn; the processes of one run all use the same.
 LOOPS: tuple[Loop, ...] = ("asyncio", "uvloop")
 
-#: The interpreter's own SQLite, which the layer of failing files does not reach.  Without the write-ahead log, because
-#: some versions of it can damage a file that has one.
+#: The interpreter's own SQLite, without failing files, which only apsw supports.  Without the write-ahead log, because
+#: some SQLite versions can damage a file that has one.
 OTHER_DRIVER = "driver=sqlite3&journal=delete"
 
 
@@ -31,7 +31,7 @@ def _seed() -> int:
 
 
 def _short(**least: int) -> Settings:
-    """A few seconds with few processes, on one of the loops."""
+    """A run of a few seconds with few processes, on one of the loops."""
     seed, named = _seed(), {name.replace("_", " "): number for name, number in least.items()}
     return Settings(
         seed=seed, seconds=6.0, workers=2, supervisors=0, rate=80.0, pace=1.5, loop=LOOPS[seed % 2], least=named

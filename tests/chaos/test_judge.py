@@ -1,4 +1,4 @@
-"""The judge of chaos runs can fail: a violation that is planted in a sound run is reported under its own name."""
+"""The judge of chaos runs can fail: each kind of violation, planted in a correct run, is reported as that kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onefold.testing.chaos.sender import Sender
 from onefold.testing.checker import Journal
 
 FIRST = demand.NUMBERS_PER_SENDER
-#: Three messages of each kind, the first of them divisible by three: a deposit that sends a receipt.
+#: Three messages of each kind; the number of the first is divisible by three, so a deposit sends a receipt.
 DEMANDS = [
     Demand(kind, FIRST + 2 + 3 * place + times * 3 * len(demand.SENT))
     for times in range(3)
@@ -37,7 +37,7 @@ def nth(kind: str, place: int = 0) -> Demand:
 
 @dataclass
 class Scene:
-    """The material of the judge."""
+    """The input of the judge."""
 
     journal: Journal
     records: Sequence[Record]
@@ -54,7 +54,7 @@ class Scene:
 
 
 async def play(url: str, folder: Path, after: Callable[[Tasks], Any] | None = None) -> Scene:
-    """Send every demand, work until nothing is due, and return what was there."""
+    """Send every demand, work until nothing is due, and return what the store contains then."""
     tasks, journal = make_tasks(url), Journal()
     await make_tables(tasks)
     sender = Sender(tasks, Orders(url=url, folder=str(folder), name="sender", seed="1"), journal)
@@ -70,7 +70,7 @@ async def play(url: str, folder: Path, after: Callable[[Tasks], Any] | None = No
 
 
 def found(verdict: Verdict) -> dict[str, int]:
-    """Return what was found, without what was not."""
+    """Return the violations by kind, without kinds that did not occur."""
     counts = {"lost": verdict.lost, "twice": verdict.twice, "wrong": verdict.wrong, "phantom": verdict.phantom}
     return {name: number for name, number in counts.items() if number}
 
@@ -85,7 +85,7 @@ def test_a_run_in_which_all_went_well_is_found_right(store_url: str, tmp_path: P
     scene = asyncio.run(play(store_url, tmp_path))
     verdict = scene.judge()
     assert not verdict.report, verdict.report
-    # Three messages of seven kinds, and one more for each order, trip and first deposit.
+    # Three messages of seven kinds, and one more for each order, each trip and the first deposit.
     follow_ups = sum(one.follow_up is not None for one in DEMANDS)
     assert (verdict.accepted, verdict.messages) == (len(DEMANDS), len(DEMANDS) + follow_ups)
     assert {one.kind for one in DEMANDS} == set(demand.SENT)
@@ -96,7 +96,7 @@ def test_a_run_in_which_all_went_well_is_found_right(store_url: str, tmp_path: P
 def test_a_statement_that_ran_in_place_of_another_is_reported_as_wrong_rows(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text of one statement with the parameters of the next, as a mix-up of prepared statements does it."""
+    """One statement runs with the parameters of the next, as after a mix-up of prepared statements."""
     right, victim = Statements.account, nth("gift").number
 
     def mixed_up(self: Statements, number: int) -> Action:
@@ -105,7 +105,7 @@ def test_a_statement_that_ran_in_place_of_another_is_reported_as_wrong_rows(
 
     monkeypatch.setattr(Statements, "account", mixed_up)
     verdict = asyncio.run(play(store_url, tmp_path)).judge()
-    # A row of the audit that no message implies, and an account to which something was not added.
+    # A row of the audit that no message implies, and an account that lacks an addition.
     assert found(verdict) == {"wrong": 2}, verdict.report
     account = demand.account_of(victim)
     assert [violation.key for violation in verdict.report.violations] == [
@@ -117,7 +117,7 @@ def test_a_statement_that_ran_in_place_of_another_is_reported_as_wrong_rows(
 def test_a_statement_that_answers_for_another_is_reported_as_wrong_rows(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that returns what it cannot return is written down, in the commit of the handler that read it."""
+    """A read with an impossible answer is written to ``misread`` in the commit of its handler."""
     right, victim = Statements.price, nth("purchase").number
 
     def mixed_up(self: Statements, number: int) -> Action:
@@ -137,7 +137,7 @@ def test_a_message_that_was_accepted_and_is_not_there_is_reported_as_lost(scene:
 
 
 def test_a_message_that_is_done_without_a_trace_is_reported_as_lost(scene: Scene) -> None:
-    """The message is done, and none of its rows is there; sums that lack it are not counted once more as wrong."""
+    """The message is done without any of its rows; the sums that lack it are not reported again as wrong."""
     victim = nth("gift").number
     for table in ("audit", "trail"):
         scene.tables[table].remove((victim, demand.amount_of(victim)))
@@ -147,7 +147,7 @@ def test_a_message_that_is_done_without_a_trace_is_reported_as_lost(scene: Scene
 
 
 def test_a_message_that_is_not_through_is_reported_as_lost(sqlite_url: str, tmp_path: Path) -> None:
-    """Everything had all the time it needed, and a message is still waiting."""
+    """A message is still waiting although it had enough time."""
 
     async def send_one_more(tasks: Tasks) -> None:
         await tasks.by_kind["deposit"].send(FIRST + 1_001)
@@ -158,7 +158,7 @@ def test_a_message_that_is_not_through_is_reported_as_lost(sqlite_url: str, tmp_
 
 
 def test_a_second_effect_is_reported_as_twice(sqlite_url: str, tmp_path: Path) -> None:
-    """The whole effect of a handler is there once more; the sums, which have it twice, are not counted as wrong."""
+    """The whole effect of a handler exists twice; the sums, which contain it twice, are not reported as wrong."""
     victim = nth("deposit").number
 
     async def do_it_again(tasks: Tasks) -> None:
@@ -180,19 +180,19 @@ def test_a_second_message_with_the_same_key_is_reported_as_twice(scene: Scene) -
 
 @pytest.mark.parametrize("table", ["audit", "part", "note", "line", "orders"])
 def test_a_row_that_is_missing_beside_others_is_reported_as_wrong(table: str, scene: Scene) -> None:
-    """Half of a commit; a message whose only row is missing, as in a line, is lost."""
+    """Half of a commit is missing; a message whose only row is missing, as in a line, is reported as lost instead."""
     scene.tables[table].pop()
     assert found(scene.judge()) == ({"lost": 1, "wrong": 1} if table == "line" else {"wrong": 1 + (table == "orders")})
 
 
 def test_one_row_of_several_that_is_there_twice_is_reported_as_wrong(scene: Scene) -> None:
-    """The message ran once, as its other rows show; so one of its statements ran once more, or in another's place."""
+    """The message's other rows show that it ran once, so one of its statements ran twice or in another's place."""
     scene.tables["part"].append(scene.tables["part"][0])
     assert found(scene.judge()) == {"wrong": 1}
 
 
 def test_a_row_with_another_content_is_reported_with_both(scene: Scene) -> None:
-    """The report shows the row that is there and the row that is missing."""
+    """The report shows the existing row and the missing one."""
     number, place, amount = scene.tables["part"].pop()
     scene.tables["part"].append((number, place, amount + 1))
     verdict = scene.judge()
@@ -202,7 +202,7 @@ def test_a_row_with_another_content_is_reported_with_both(scene: Scene) -> None:
 
 
 def test_messages_of_a_line_in_another_order_are_reported_as_wrong(scene: Scene) -> None:
-    """Two messages of one line have changed places; after a redrive that is allowed."""
+    """Two messages of one line have swapped places; after a redrive that is allowed."""
     first, second = (
         one for one in (nth("place", 0), nth("place", 1), nth("place", 2)) if _line(one) == _line(nth("place"))
     )
@@ -221,7 +221,7 @@ def _line(one: Demand) -> int:
 
 
 def test_a_result_of_another_message_is_reported_as_wrong(scene: Scene) -> None:
-    """A message that was settled with another one's answer."""
+    """A message was settled with the answer of another one."""
     mine, other = scene.record(nth("gift", 0)), scene.record(nth("gift", 1))
     swapped = msgspec.structs.replace(mine, result=other.result)
     scene.records = [swapped if record is mine else record for record in scene.records]
@@ -229,14 +229,14 @@ def test_a_result_of_another_message_is_reported_as_wrong(scene: Scene) -> None:
 
 
 def test_a_message_that_was_taken_back_or_never_sent_is_reported_as_not_asked_for(scene: Scene) -> None:
-    """An abandoned transaction whose message is there, and a message that is in no journal."""
+    """A message of an abandoned transaction, and a message that is in no journal."""
     scene.journal.entries = [entry for entry in scene.journal.entries if entry.key != nth("gift").key]
     scene.journal.fail("sender", nth("parcel").key)
     assert found(scene.judge()) == {"phantom": 4}
 
 
 def test_an_answer_that_never_came_is_right_either_way(scene: Scene) -> None:
-    """An unknown send may have happened or not."""
+    """An unanswered send may have been accepted or not."""
     victim = nth("gift").key
     scene.journal.entries = [entry for entry in scene.journal.entries if (entry.key, entry.event) != (victim, "ok")]
     scene.journal.unknown("sender", victim)

@@ -1,4 +1,4 @@
-"""What a person types: stores that are misspelt, passwords that must not be repeated, names that are not known."""
+"""Arguments that people type: misspelt stores, passwords that must not be printed, unknown names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import pytest
 import typer
 
 from onefold import App, RetryPolicy, limits
-from onefold.cli import cli, working
+from onefold.cli import worker as working
 from onefold.cli.entry import run_command
+from onefold.cli.main import cli
 from onefold.version import __version__
 
 SECRET = "S3cret"
 
 
 def leaves(command: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return every command, by the words that name it."""
+    """Return every command, by the words that call it."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return {path: command}
@@ -35,14 +36,14 @@ COMMANDS = leaves(typer.main.get_command(cli))
 WITH_URL = [path for path, one in COMMANDS.items() if any(parameter.name == "url" for parameter in one.params)]
 
 
-#: What else a command wants.
+#: Arguments that a command needs besides its placeholders.
 _MORE = {("effects", "resolve"): ["--happened"], ("restored",): ["--yes"]}
-#: Options that do not take any text.
+#: Options that accept only certain texts, with one that they accept.
 _VALUES = {"--value": "1"}
 
 
 def call(path: tuple[str, ...], *more: str) -> list[str]:
-    """Return a call of a command with something in every place that must be filled."""
+    """Return a call of a command with a value for every required argument."""
     words = [*path, *_MORE.get(path, ())]
     for parameter in COMMANDS[path].params:
         if parameter.required:
@@ -91,7 +92,7 @@ def written(folder: Path, text: str) -> Path:
 def test_a_store_can_be_named_by_a_file(
     path: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that a password is not among the arguments, which every user of the machine can read."""
+    """A password in a file is not among the arguments, which every user of the machine can read."""
     code, _, err = run(capsys, *call(path, "--url-file", "nowhere"))
     assert (code, err) == (1, "onefold: --url-file 'nowhere' cannot be read: No such file or directory\n")
 
@@ -110,7 +111,7 @@ def test_the_file_holds_one_url(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_directory_that_may_not_be_searched_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also to the superuser's tests, as another user."""
+    """Run as another user, because root may search every directory."""
     (tmp_path / "locked").mkdir(mode=0)
     was = os.geteuid()
     try:
@@ -143,7 +144,7 @@ MISTYPED = [
 def test_a_password_is_not_repeated(
     path: tuple[str, ...], url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """M36: neither from where a URL belongs, nor from a place where it was put by mistake."""
+    """Neither from its place in a URL, nor from an argument where it was typed by mistake."""
     url = url.format(SECRET)
     places = [["--url", url], ["--url-file", str(written(tmp_path, url))], [url]]
     for given in places if url.startswith("app:") else [*places, ["x:app", url], ["--limit", url]]:
@@ -156,7 +157,7 @@ def test_a_password_is_not_repeated(
 def test_other_arguments_are_not_taken_for_a_url(shop: str, capsys: pytest.CaptureFixture[str]) -> None:
     for reason in ("Re:10:30 ada@example.com", "fix:a:b@c", "see https://example.com/a:b"):
         code, out, _ = run(capsys, "dead", "redrive", "--actor", "ada@example.com", "--reason", reason, "--dry-run")
-        assert (code, out) == (0, "1 letters would be redriven\n")
+        assert (code, out) == (0, "1 dead letters would be redriven\n")
 
 
 # names
@@ -206,7 +207,7 @@ def test_a_queue_that_is_not_known_is_told_with_those_that_are(shop: str, capsys
     assert run(capsys, "dead", "list", "--queue", "mial") == (0, "", f"{warned}no dead letters\n")
     for verb in ("redrive", "discard"):
         code, out, err = run(capsys, "dead", verb, "--queue", "mial", *signed)
-        assert (code, out[:9], err) == (0, "0 letters", warned)
+        assert (code, out[:14], err) == (0, "0 dead letters", warned)
     assert "known: mail\n" in run(capsys, "dead", "list", "--queue", "something")[2]
     assert "mail" in run(capsys, "dead", "list", "--queue", "mail")[1]
 
@@ -237,7 +238,7 @@ def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_help_says_what_a_command_changes_and_shows_a_call_that_works(path: tuple[str, ...]) -> None:
-    """The example is parsed by the command itself, so that it does not grow old."""
+    """The example is parsed by the command itself, so that it stays correct."""
     said = inspect.cleandoc(COMMANDS[path].help)
     assert re.search(r"^Changes(:| ) ?[\w ]+", said, re.MULTILINE)
     (example,) = [one for one in said.split("\n\n") if one.startswith("Example: ")]
@@ -256,7 +257,7 @@ def test_help_has_the_whole_names_of_options(columns: str, tmp_path: Path) -> No
         timeout=60,
         check=True,
     ).stdout
-    # Fewer than 50 columns are not written in, whatever the terminal says.
+    # The help is at least 50 columns wide, even on a narrower terminal.
     assert max(map(len, told.splitlines())) <= max(50, int(columns))
     for option in ("--url-file", "--from", "--actor", "--reason", "--json"):
         assert option in told

@@ -1,4 +1,4 @@
-"""The command line through its front door: real processes."""
+"""The command line, run as real processes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_migrate_applies_once_and_says_so(shop: Path) -> None:
 
 
 def test_migrate_prints_the_identity_and_a_copy_can_be_given_another(shop: Path) -> None:
-    """A restore keeps the identity, which is part of keys for outside providers; a copy must have its own."""
+    """A restore keeps the identity, which is part of keys for outside providers; a copy must get its own."""
 
     def identity() -> str:
         (line,) = [line for line in onefold(shop, "migrate", "shop:app").stdout.splitlines() if "database" in line]

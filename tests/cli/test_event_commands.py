@@ -1,4 +1,4 @@
-"""``onefold events`` and ``onefold chain`` through their front door.  M6, N2."""
+"""``onefold events`` and ``onefold chain``, run through their entry point.  M6, N2."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold import App
-from onefold.cli import cli
+from onefold.cli.main import cli
 from onefold.errors import ConfigurationError
-from onefold.loading import load_app
+from onefold.processes.load_app import load_app
 
 MODULE = """
 from onefold import App, Context, Reject
@@ -97,4 +97,4 @@ def test_a_chain_is_drawn_with_what_went_wrong(module: str) -> None:
     assert (links[0]["message_type"], links[0]["depth"]) == ("order.placed", 0)
     assert {link["parent"] for link in links[1:]} == {first}
     with pytest.raises(ConfigurationError, match="there is no message"):
-        run("chain", "nobody", module)
+        run("chain", "unknown", module)

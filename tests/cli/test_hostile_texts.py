@@ -1,4 +1,4 @@
-"""M30: what senders, handlers and servers write cannot break, spoof or steer a command of an operator."""
+"""Texts of senders, handlers and servers cannot break, spoof or steer a command of an operator."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ import typer
 from rich.color import ColorSystem
 
 from onefold import App, cli
-from onefold.cli import cli as commands
 from onefold.cli.entry import run_command
+from onefold.cli.main import cli as commands
 from onefold.cli.screen import errors, harmless, output
 from onefold.clock import MICROSECONDS
-from onefold.fleet import KIND, WorkerRecord
-from onefold.inspection import DeadLetter
+from onefold.operations.dead_letters import DeadLetter
 from onefold.store import Query, State
+from onefold.worker.worker_list import KIND, WorkerRecord
 
 MARKUP = "[/x] [link=http://evil.example]click[/link] [bold green]FINE[/] :smile:"
-#: Markup, links, emoji codes, escape sequences of both kinds, line ends of every kind, characters that reorder others,
-#: that are invisible or have no width, and marks that pile up.
+#: Markup, links, emoji codes, escape sequences of both kinds, line ends of every kind, characters that reorder others
+#: or that are invisible or have no width, and stacked combining marks.
 HOSTILE = (
     f"{MARKUP} \x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m"
     "\x1b]8;;http://evil.example\x1b\\there\x1b]8;;\x1b\\ \nforged line\r\n\u2028forged\u2029 \x9b2J \x85 \x7f \x00 \t"
@@ -79,7 +79,7 @@ async def ship(event: dict[str, str]) -> None: ...
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A store with something for every command to show, and the ids in it."""
+    """A store with something to show for every command, and the ids in it."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "hostile_shop.py").write_text(MODULE.format(url=f"sqlite:///{folder}/shop.db"))
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
 
 
 async def fill(shop: Any) -> dict[str, str]:
-    """Store a message in each state that a command looks for."""
+    """Store a message in each state that commands show."""
     app: App = shop.app
     other = App(app.url)
 
@@ -134,7 +134,7 @@ def worker_at(now: int) -> WorkerRecord:
     )
 
 
-#: What to call each command with, so that it does what it is for: names in capitals are ids of the scene.
+#: The arguments of each command; names in capitals are replaced by ids of the scene.
 SIGNED = ["--actor", MARKUP, "--reason", MARKUP]
 CALLS: dict[str, list[str]] = {
     "worker": [HOSTILE],
@@ -172,12 +172,12 @@ CALLS: dict[str, list[str]] = {
     "schedules remove": ["yearly"],
     "schedules preview": ["0 0 * * *"],
 }
-#: Exit codes other than 0 of the calls above: a module of that name there is not, and problems are found.
+#: Exit codes other than 0: there is no module of that name, and preflight finds problems.
 CODES = {"worker": 1, "preflight": 1}
 
 
 def leaves(command: Any, path: str = "") -> dict[str, Any]:
-    """Return every command, by the words that name it."""
+    """Return every command, by the words that call it."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return {path: command}
@@ -194,12 +194,12 @@ def options_of(command: str) -> set[str]:
     return {option for parameter in COMMANDS[command].params for option in parameter.opts}
 
 
-#: Fields by which one part of an answer refers to another.
+#: Fields by which one part of an answer refers to another; they stay as they are.
 _LOOKED_UP = ("id", "parent")
 
 
 def poisoned(value: Any) -> Any:
-    """Return an answer of a store with a hostile text in every text of it, also in those that a store would refuse."""
+    """Return a store's answer with a hostile text in every text field, also where a store would refuse it."""
     if isinstance(value, str) and not isinstance(value, Enum):
         return f"{value}{HOSTILE}"
     if isinstance(value, dict):
@@ -223,7 +223,7 @@ def poisoned(value: Any) -> Any:
 
 @pytest.fixture
 def hostile(scene: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A copy of the scene whose answers are poisoned on their way to the commands."""
+    """A copy of the scene; answers of its store are poisoned before the commands see them."""
     folder, ids = scene
     shutil.copy(folder / "shop.db", tmp_path / "shop.db")
     monkeypatch.chdir(folder)
@@ -240,14 +240,14 @@ def call(command: str, ids: dict[str, str], *more: str) -> int:
 
 
 def check_lines(text: str) -> None:
-    """Every line is the command's own, and nothing in it steers a terminal or hides."""
+    """Check that every line is the command's own, and that nothing in it steers a terminal or is hidden."""
     assert not [line for line in text.split("\n") if line.lstrip().startswith("forged")]
     assert not [line for line in text.split("\n") if harmless(line, len(line)) != line]
     assert "Traceback" not in text
 
 
 def test_every_command_is_tried() -> None:
-    """A new command needs a call of its own here."""
+    """A new command must get a call here."""
     assert CALLS.keys() == COMMANDS.keys()
 
 
@@ -260,7 +260,7 @@ def test_no_text_of_a_store_reaches_a_terminal_as_it_is(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """M30: in every field, at every width; the styles of a terminal are the command's own."""
+    """In every field, at every width; only the command's own styles reach the terminal."""
     for screen in (output, errors):
         monkeypatch.setattr(screen, "_width", columns)
     if columns < 240:
@@ -278,7 +278,7 @@ def test_no_text_of_a_store_reaches_a_terminal_as_it_is(
 def test_json_is_plain_and_says_everything(
     command: str, hostile: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """M30: every other character is escaped as JSON has it, so a program reads back what was written."""
+    """JSON escapes all other characters, so a program reads back the original texts."""
     code = call(command, hostile, "--json")
     told = capsys.readouterr()
     assert code == CODES.get(command, 0), told
@@ -292,7 +292,7 @@ def test_json_is_plain_and_says_everything(
 def test_hostile_arguments_are_not_echoed_as_they_are(
     command: str, hostile: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """M30: ids and names are copied from mails and logs."""
+    """People copy ids and names from mails and logs."""
     given = HOSTILE.replace("\x00", "")
     words = [given if parameter.param_type_name == "argument" else "" for parameter in COMMANDS[command].params]
     words = [word for word in words if word]
@@ -321,5 +321,5 @@ def test_hostile_arguments_are_not_echoed_as_they_are(
     ],
 )
 def test_a_text_is_shown_as_it_is_or_escaped(text: str, shown: str) -> None:
-    """A reader finds plain texts as they are."""
+    """Plain texts are shown unchanged."""
     assert harmless(text) == shown

@@ -1,4 +1,4 @@
-"""``onefold runs``, ``effects``, ``dead``, ``cancel`` and ``preflight`` through their front doors.  H6, N2, M4, M5."""
+"""``onefold runs``, ``effects``, ``dead``, ``cancel`` and ``preflight``, by their entry points.  H6, N2, M4, M5."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold import App
-from onefold.cli import cli
+from onefold.cli.main import cli
 from onefold.errors import ConfigurationError
 
 MODULE = """
@@ -52,7 +52,7 @@ async def helper(run: Run) -> str:
 
 @app.step(retry=RetryPolicy(max_attempts=1))
 async def call_off(user: int) -> None:
-    raise ValueError("nobody answers")
+    raise ValueError("there is no answer")
 
 @app.step(undo=call_off, retry=RetryPolicy(max_attempts=1))
 async def fly(user: int) -> None:
@@ -72,7 +72,7 @@ Write = Callable[[App], Awaitable[Any]]
 
 @pytest.fixture
 def module(tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with an app on a store of its own, under a name of its own."""
+    """The name of a new module with an app on its own store."""
     name = f"shop_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(url=store_url))
     monkeypatch.chdir(tmp_path)
@@ -149,12 +149,12 @@ def test_signals_bring_a_run_to_its_end_and_early_ones_lie_in_the_mailbox(module
     within(module, _nothing)
     ended = read("runs", "show", id_, module)
     assert (ended["run"]["state"], ended["waits_for"], ended["run"]["mailbox"]) == ("done", [], [])
-    with pytest.raises(ConfigurationError, match="has ended or never was"):
+    with pytest.raises(ConfigurationError, match="has ended or does not exist"):
         run("runs", "signal", id_, "go", module)
 
 
 def test_a_signal_in_the_mailbox_is_replaced_or_dropped(module: str) -> None:
-    """M26: what a person does about a signal that the run cannot read."""
+    """An operator can do either with a signal that the run cannot read."""
     (id_,) = started(module, 7)
     for signal_id in ("one", "two"):
         run("runs", "signal", id_, "go", module, "--id", signal_id)
@@ -206,7 +206,7 @@ def test_a_run_goes_back_and_is_resumed(module: str) -> None:
 
 
 def test_an_uncertain_effect_is_shown_with_the_command_that_resolves_it(module: str) -> None:
-    """B20: found in a step of a workflow, said to have happened, and the run goes on with what was said."""
+    """B20: the effect of a workflow's step is resolved as happened, and the run continues with the given value."""
 
     async def send(_: App) -> str:
         return str((await shop(module).pay.send(7)).id)
@@ -226,12 +226,12 @@ def test_an_uncertain_effect_is_shown_with_the_command_that_resolves_it(module: 
     assert read("effects", "list", module) == []
     with pytest.raises(ConfigurationError, match="is not uncertain"):
         run(*arguments, "--reason", "again")
-    with pytest.raises(ConfigurationError, match="say one of"):
+    with pytest.raises(ConfigurationError, match="give one of"):
         run("effects", "resolve", id_, "card", module, "--reason", "what?")
 
 
 def test_a_saga_that_is_stuck_is_listed_and_resolved(module: str) -> None:
-    """I3: the undo shows below its step, with the command that lets the saga go on."""
+    """I3: the undo is shown below its step, with the command that lets the saga continue."""
 
     async def send(_: App) -> str:
         return str((await shop(module).travel.send(7)).id)
@@ -263,7 +263,7 @@ def test_dead_letters_are_counted_redriven_and_discarded(module: str) -> None:
     assert read("dead", "redrive", module, "--dry-run", "--reason", "-") == {"redriven": 5, "dry_run": True}
     assert read("dead", "redrive", module, "-n", "2", "--reason", "fixed") == {"redriven": 2, "dry_run": False}
     within(module, _nothing)
-    assert "1 letters were discarded" in run("dead", "discard", module, "--id", ids[0], "--reason", "no use")
+    assert "1 dead letters were discarded" in run("dead", "discard", module, "--id", ids[0], "--reason", "no use")
     assert len(read("dead", "list", module)) == 4
     assert read("dead", "redrive", module, "--type", "pack", "--reason", "-")["redriven"] == 0
 
@@ -271,7 +271,7 @@ def test_dead_letters_are_counted_redriven_and_discarded(module: str) -> None:
 def test_a_message_is_cancelled_once(module: str) -> None:
     id_ = asyncio.run(_delayed(module))
     assert "was cancelled" in run("cancel", id_, module, "--reason", "a mistake")
-    with pytest.raises(ConfigurationError, match="has ended, or never was"):
+    with pytest.raises(ConfigurationError, match="has ended or does not exist"):
         run("cancel", id_, module, "--reason", "a mistake")
 
 
@@ -284,7 +284,7 @@ async def _delayed(module: str) -> str:
 
 
 def test_preflight_says_what_would_break_and_fails(module: str, tmp_path: Path) -> None:
-    """H6, O7: runs by their journals, messages by type and arguments, schedules by what they will send."""
+    """H6, O7: runs by their journals, messages by type and arguments, schedules by the calls they will send."""
     (id_,) = started(module, 7)
     asyncio.run(_delayed(module))
     assert read("preflight", module) == {"checked": 2, "problems": []}
@@ -312,7 +312,7 @@ def test_preflight_says_what_would_break_and_fails(module: str, tmp_path: Path) 
         (["runs", "list", "MODULE", "--older-than", "soon"], "is not a duration; write 90s"),
         (["runs", "signal", "x", "go", "MODULE", "--value", "yes"], "--value is not JSON"),
         (["dead", "show", "nothing", "MODULE"], "there is no dead letter 'nothing'"),
-        (["runs", "list"], "say which store"),
+        (["runs", "list"], "name the store"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(module: str, arguments: list[str], told: str) -> None:

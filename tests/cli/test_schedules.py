@@ -1,4 +1,4 @@
-"""``onefold schedules`` through its front door.  E9, N2."""
+"""``onefold schedules``, run through its entry point.  E9, N2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from onefold.cli import cli
+from onefold.cli.main import cli
 from onefold.errors import ConfigurationError
 
 MODULE = """
@@ -30,7 +30,7 @@ async def report(region: str, top: int = 3) -> None: ...
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with an app, in the working directory and under a name of its own."""
+    """The name of a new module with an app, in the working directory."""
     name = f"shop_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -104,7 +104,7 @@ def test_an_empty_list_says_so(module: str) -> None:
         (["add", "n", "MODULE", "report", "--cron", "* * * * *", "--arguments", "[1]"], "not a JSON object"),
         (["add", "n", "MODULE", "report", "--arguments", '{"region": "eu"}'], "either a cron expression or every="),
         (["preview", "* * *"], "five fields"),
-        (["list"], "say which store"),
+        (["list"], "name the store"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(module: str, arguments: list[str], told: str) -> None:
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said_in_one_line(module: str, arguments: list[str], to
 
 
 def test_a_worker_brings_what_stands_in_code(module: str) -> None:
-    """In real processes: the worker declares, the command shows."""
+    """In real processes: a worker declares the schedules, and the command shows them."""
     command = [sys.executable, "-m", "onefold"]
     subprocess.run([*command, "worker", module, "--until-idle"], check=True, capture_output=True, timeout=60)
     shown = subprocess.run(

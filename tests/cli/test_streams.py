@@ -1,4 +1,4 @@
-"""Commands whose output, error output, locale or arguments are not as usual: real processes, no traceback."""
+"""Commands with unusual output streams, locales or arguments, run as real processes: never a traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(folder: Path, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of the shell in which ``onefold`` is this one; what is not UTF-8 in its output shows as it is."""
+    """Run a shell command in which ``onefold`` is this one; bytes of its output that are not UTF-8 show as escapes."""
     known = {**os.environ, "ONEFOLD_URL": f"sqlite:///{folder}/shop.db", "python": sys.executable, **environment}
     return subprocess.run(
         ["bash", "-c", command.replace("onefold ", '"$python" -m onefold ')],
@@ -49,7 +49,7 @@ def shell(folder: Path, command: str, **environment: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("command", ["dead list --json", "dead list"])
 def test_a_reader_that_goes_away_ends_a_command_silently(shop: Path, command: str) -> None:
-    """With the code of a program that SIGPIPE has ended, so that ``pipefail`` can tell it from a failure."""
+    """The exit code is that of a program killed by SIGPIPE, so that ``pipefail`` can tell it from a failure."""
     reader, writer = os.pipe()
     os.close(reader)
     arguments = [sys.executable, "-m", "onefold", *command.split(), "--url", f"sqlite:///{shop}/shop.db"]
@@ -76,13 +76,13 @@ def test_a_full_disk_is_told_in_one_line(shop: Path, command: str) -> None:
     ],
 )
 def test_a_lost_error_output_changes_no_exit_code(shop: Path, command: str, code: int) -> None:
-    """Neither does an output that was closed from the start, which is taken for /dev/null."""
+    """The same with an error output that was closed from the start, which is replaced by /dev/null."""
     done = shell(shop, command)
     assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_a_file_is_not_opened_in_the_place_of_a_closed_stream(shop: Path) -> None:
-    """What prints to descriptor 1 or 2 would write into a database or a socket."""
+    """Otherwise text printed to descriptor 1 or 2 would be written into a database or a socket."""
     probe = (
         "import os, sys; from onefold.cli.entry import _repair_streams; _repair_streams();"
         "open('told', 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))"

@@ -1,4 +1,4 @@
-"""Let pytest explain failed assertions of the contract as it does for those written here."""
+"""Lets pytest rewrite the assertions of the shipped contract, so that failures are explained as in our own tests."""
 
 from __future__ import annotations
 

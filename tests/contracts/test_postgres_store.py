@@ -6,7 +6,7 @@ import pytest
 
 from onefold.clock import Clock
 from onefold.store import Store
-from onefold.stores import open_store
+from onefold.store.open import open_store
 from onefold.testing.contracts import Bench, StoreContract, scenario
 
 

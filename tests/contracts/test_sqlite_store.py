@@ -10,9 +10,9 @@ import pytest
 
 from onefold.clock import Clock
 from onefold.store import Store
-from onefold.stores import open_store
-from onefold.stores.sqlite import SQLiteStore
-from onefold.stores.sqlite.drivers import has_safe_log
+from onefold.store.open import open_store
+from onefold.store.sqlite import SQLiteStore
+from onefold.store.sqlite.drivers import has_safe_log
 from onefold.testing.contracts import Bench, StoreContract, scenario
 
 
@@ -34,21 +34,21 @@ class TestSQLiteStore(StoreContract):
 
 
 class TestSQLiteStoreOnSqlite3(TestSQLiteStore):
-    """The same on the interpreter's own module."""
+    """The same with the interpreter's own ``sqlite3`` module."""
 
     options = "?driver=sqlite3"
     durability = "power loss" if has_safe_log(sqlite3.sqlite_version_info) else "process crash"
 
 
 class TestSQLiteStoreOnSqlite3WithoutLog(TestSQLiteStore):
-    """The same with a rollback journal, which no version damages."""
+    """The same with a rollback journal, which no SQLite version damages."""
 
     options = "?driver=sqlite3&journal=delete"
 
 
 @pytest.mark.parametrize(("boot", "free"), [("the same", False), ("another", True)])
 def test_a_restart_of_the_machine_ends_every_lease(sqlite_url: str, boot: str, free: bool) -> None:
-    """Leases are dated by the time since the machine started, which begins anew: nobody who held one is alive."""
+    """Leases are dated by the time since the machine started, which restarts at zero, and no owner survives that."""
     path = sqlite_url.removeprefix("sqlite:///")
 
     async def hold(boot: str) -> None:

@@ -1,9 +1,8 @@
-"""What is interrupted in the crash tests: each scenario sets a scene, acts in a child that dies, recovers and looks."""
+"""The scenarios of the crash tests: each prepares a database, acts in a child that is killed, recovers and checks."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,26 +18,30 @@ TABLES = (
     "CREATE TABLE effect (key TEXT NOT NULL, message TEXT NOT NULL, fence BIGINT NOT NULL)",
     "CREATE TABLE orders (key TEXT PRIMARY KEY)",
 )
-#: Which tasks send a message of which other task when they succeed.
+#: The tasks that send a message of another task when they succeed.
 CHILDREN = {"pay": "child", "relay": "child"}
 LATER = timedelta(hours=1)
-#: The library under SQLite; the other one is tried with ``ONEFOLD_TEST_DRIVER=sqlite3 pytest tests/crash -k sqlite``.
-SQLITE_DRIVER: Any = os.environ.get("ONEFOLD_TEST_DRIVER", "apsw")
 
 
 @dataclass
 class Place:
-    """One database, and the app on it as each process opens it."""
+    """One database, and the app on it as each process makes it."""
 
     kind: str
     url: str
 
+    @property
+    def name(self) -> str:
+        """What its figures are printed under."""
+        return "sqlite3" if self.url.endswith("?driver=sqlite3") else self.kind
+
     def store(self, clock: HastyClock, trace: Any = None) -> Store:
         if self.kind == "sqlite":
-            from onefold.stores.sqlite import SQLiteStore
+            from onefold.store.sqlite import SQLiteStore
 
-            return SQLiteStore(self.url.removeprefix("sqlite:///"), clock=clock, trace=trace, driver=SQLITE_DRIVER)
-        from onefold.stores.postgres import PostgresStore
+            path = self.url.removeprefix("sqlite:///").partition("?")[0]
+            return SQLiteStore(path, clock=clock, trace=trace, driver="sqlite3" if self.name == "sqlite3" else "apsw")
+        from onefold.store.postgres import PostgresStore
 
         return PostgresStore(self.url, clock=clock, trace=trace)
 
@@ -46,7 +49,7 @@ class Place:
         return statement if self.kind == "sqlite" else statement.replace("?", "%s")
 
     def app(self, *, trace: Any = None, later: timedelta = timedelta(), rejects: bool = False) -> App:
-        """Open what a process opens; the clock of one that comes later is ahead, so that all leases have run out."""
+        """Make the app of a process; with ``later`` its clock is ahead, so that all leases have run out."""
         clock = HastyClock()
         clock.advance(later)
         app = App(store=self.store(clock, trace), clock=clock)
@@ -83,11 +86,11 @@ class Place:
         return app
 
 
-# what recovery looks at
+# recovery and its checks
 
 
 async def finish(app: App) -> None:
-    """Recover as a fresh worker does, with all the time it needs."""
+    """Recover as a new worker does, with all the time it needs."""
     await drain(app)
 
 
@@ -105,7 +108,7 @@ async def record(app: App, name: str, key: str) -> Record:
 
 
 async def verdict(place: Place, app: App, journal: Journal, key: str) -> Report:
-    """Let the checker look at everything that concerns one key."""
+    """Run the checker on everything that concerns one key."""
     rows = await app.store.fetch(place.sql("SELECT key, message, fence FROM effect WHERE key LIKE ?"), [f"%:{key}"])
     finals = []
     for one in await records(app, key):
@@ -118,20 +121,20 @@ async def verdict(place: Place, app: App, journal: Journal, key: str) -> Report:
 
 
 async def send(app: App, journal: Journal, name: str, key: str, client: str = "producer") -> Receipt[Any]:
-    """Send, and note what was asked and answered."""
+    """Send, and record the request and the answer."""
     journal.invoke(client, f"{name}:{key}")
     receipt = await app.tasks[name].send(key)
     journal.ok(client, f"{name}:{key}", receipt.id)
     return receipt
 
 
-# the scenarios: set the scene, act in a child that dies, recover and look
+# the scenarios: prepare, act in a child that is killed, recover and check
 
 
 class Scenario:
-    """One thing that may be interrupted anywhere; each point has a key of its own."""
+    """One operation that may be interrupted anywhere; each crash point uses a key of its own."""
 
-    #: What the message is, for the scenarios that need only one.
+    #: The task of the message, for scenarios that need only one.
     task = "pay"
 
     def __init__(self, place: Place) -> None:
@@ -141,31 +144,31 @@ class Scenario:
         return f"{type(self).__name__.lower()}-{number}"
 
     async def prepare(self, number: int) -> None:
-        """Set the scene; by default there is a message waiting."""
+        """Prepare the database; by default a message is waiting."""
         async with self.place.app(rejects=True) as app:
             await app.tasks[self.task].send(self.key(number))
 
     async def act(self, point: Point) -> None:
-        point.armed = type(self) is Opening  # the statements of opening are the same for all
+        point.armed = type(self) is Opening  # opening is the same in every scenario
         async with self.place.app(trace=point.trace, rejects=True) as app:
             point.armed = True
             await self.interrupted(app, point)
             point.armed = False
 
     async def interrupted(self, app: App, point: Point) -> None:
-        """By default a worker handles the message."""
+        """Act in the child; by default a worker handles the message."""
         await app.work(until_idle=True)
 
     async def recover(self, point: Point) -> object:
         key = self.key(point.number)
         async with self.place.app(later=LATER) as app:
-            # The message was accepted before; sending it again must not add anything.
+            # The message was accepted before; sending it again must not add another one.
             await send(app, point.journal, self.task, key, "sent again")
             await finish(app)
             return await verdict(self.place, app, point.journal, key) or await self.look(app, point, key)
 
     async def look(self, app: App, point: Point, key: str) -> object:
-        """Return what is wrong beyond what the checker sees."""
+        """Return a problem that the checker cannot see, or None."""
         one = await record(app, self.task, key)
         return None if one.state is State.DONE else f"{one}"
 
@@ -209,7 +212,7 @@ class SendingWithRows(Scenario):
 
 
 class SendingTwiceAtOnce(Scenario):
-    """Two producers race with the same key and die together."""
+    """Two producers send the same key at the same time and die together."""
 
     async def prepare(self, number: int) -> None:
         pass
@@ -244,7 +247,7 @@ class HandlingWithoutSql(Scenario):
 
 
 class Extending(Scenario):
-    """A worker dies while it extends its lease; the message goes to the next one."""
+    """A worker dies while it extends its lease; another worker takes over the message."""
 
     async def interrupted(self, app: App, point: Point) -> None:
         leases = await app.store.claim(["default"], types=["pay"], limit=1, lease=30.0, worker="extender")
@@ -252,7 +255,7 @@ class Extending(Scenario):
 
 
 class Retrying(Scenario):
-    """A worker dies while it records that a handler failed and is to run again."""
+    """A worker dies while it records that a handler failed and will be retried."""
 
     task = "flaky"
 
@@ -278,7 +281,7 @@ class Burying(Scenario):
 
 
 class DeadLetter(Scenario):
-    """The scene of those that follow: one dead letter, and a person who does something to it twice."""
+    """The base of the scenarios below: one dead letter, on which an operator acts twice."""
 
     task = "doomed"
     ends_as = State.DONE
@@ -312,7 +315,7 @@ class DeadLetter(Scenario):
 
 
 class Redriving(DeadLetter):
-    """A redrive is interrupted and repeated: it runs once more, and only once."""
+    """A redrive is interrupted and repeated: the message runs once more, and only once."""
 
     @staticmethod
     async def verb(app: App, message_id: str) -> object:
@@ -331,7 +334,7 @@ class Discarding(DeadLetter):
 
 
 class Cancelling(Scenario):
-    """A cancel is interrupted and repeated; whatever was taken back never happens."""
+    """A cancellation is interrupted and repeated; a cancelled message never takes effect."""
 
     async def interrupted(self, app: App, point: Point) -> None:
         one = await record(app, "pay", self.key(point.number))
@@ -354,7 +357,7 @@ class Cancelling(Scenario):
 
 
 class Purging(Scenario):
-    """A purge is interrupted and repeated: nothing of the message is left, its effect stays, and its key is free."""
+    """A purge is interrupted and repeated: the message is gone, its effect stays, and its key is free."""
 
     async def prepare(self, number: int) -> None:
         async with self.place.app() as app:

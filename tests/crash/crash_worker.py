@@ -1,7 +1,7 @@
-"""A worker as a program of its own, to be stopped and killed: ``crash_worker.py URL NAME MIDDLE``.
+"""A worker in a process of its own, for tests that stop and kill it: ``crash_worker.py URL NAME MIDDLE``.
 
-``MIDDLE`` says where it pauses for a moment and says so: ``before`` the first write of its handler, ``after`` it,
-when it is ``committed`` and nobody here has been told yet, or never.
+``MIDDLE`` says where it prints a line and pauses for a moment: ``before`` the first write of its handler, ``after``
+it, when its outcome is ``committed`` but the worker has not seen the answer, or never.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from onefold import App, Context
 
-#: Long enough to be stopped in.
+#: Long enough for the test to stop the process.
 PAUSE_SECONDS = 1.0
 
 
 def open_traced(url: str, trace: Any) -> Any:
     if url.startswith("sqlite"):
-        from onefold.stores.sqlite import SQLiteStore
+        from onefold.store.sqlite import SQLiteStore
 
         return SQLiteStore(url.removeprefix("sqlite:///"), trace=trace)
-    from onefold.stores.postgres import PostgresStore
+    from onefold.store.postgres import PostgresStore
 
     return PostgresStore(url, trace=trace)
 

@@ -1,7 +1,7 @@
-"""A run that branches on every kind of decision, killed anywhere: what its steps did to the outside agrees with it.
+"""A run that branches on every kind of decision, killed anywhere: its calls to the provider must fit one decision each.
 
-The process that recovers sees another world than the one that died: the clock is days ahead, the signal has come, what
-failed works, the command is answered.  A decision that was acted on and is made anew there shows as two values.
+The process that recovers finds other conditions than the one that died: the clock is days ahead, the signal has come,
+failing calls succeed, the command is answered.  A decision that is made again after it was acted on gives two values.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from onefold.store import Query, Store
 from onefold.testing import HastyClock, drain
 from onefold.testing.crash import CrashReport, Point, crash_points
 
-#: Opens the store of a process, with its clock and what traces its statements.
+#: Opens the store of a process, with its clock and its trace of statements.
 OpenStore = Callable[[HastyClock, Any], Store]
 
 ONCE = RetryPolicy(max_attempts=1)
-#: Everything that was leased in the process that died has run out by then.
+#: By then every lease of the dead process has run out.
 LATER = timedelta(days=3)
 
 
 def _live_on(when: Literal["before", "after"], what: str) -> None:
-    """Kill nothing."""
+    """Do not die; the default of ``die``."""
 
 
 class Branching:
-    """One process: its app, and the outside, which is a file with a line per call."""
+    """One process: its app, and the provider, which is a file with one line per call."""
 
     def __init__(
         self,
@@ -105,19 +105,19 @@ class Branching:
         return await self.branching.send(f"branching-{point.number}")
 
     async def act(self, point: Point) -> None:
-        """Run until it is through: the signal comes too late, and whatever can fail does."""
+        """Run the workflow to its end, with a late signal and every other decision a failure."""
         await self.start(point)
         for _ in range(3):
             await self.app.work(queues=["default", "clerk"], until_idle=True)
             self.clock.advance(timedelta(hours=2))
 
     async def recover(self, point: Point) -> object:
-        """Bring the run to its end in the other world, and say what the outside saw that does not agree with it."""
+        """Bring the run to its end under the other conditions; return the calls that do not agree with its result."""
         receipt = await self.start(point)
         await self.app.signal(receipt.id, "approved", "yes", id="the only one")
         dead = await self.app.find(Query(correlation_id=receipt.id, states=(State.DEAD,)))
         await self.app.redrive([record.envelope.id for record in dead], actor="ada", reason="the clerk is back")
-        # Others are heard before the run goes on.
+        # The other queues answer before the run continues.
         await self.app.work(queues=["clerk", "courier"], until_idle=True)
         await drain(self.app)
         (record,) = await self.app.find(Query(ids=(receipt.id,)))
@@ -130,7 +130,7 @@ class Branching:
 
 
 def crash_decisions(open_store: OpenStore, directory: Path, *, at_statements: bool = False) -> CrashReport:
-    """Kill a run that branches on each kind of decision in each of its steps, or at every one of its statements."""
+    """Kill a run that branches on each kind of decision in each of its steps, or at each of its statements."""
 
     def outside(point: Point) -> Path:
         return directory / f"outside-{point.number}"

@@ -1,4 +1,4 @@
-"""A cap over processes that are killed: the small version of ``scripts/caps.py``, which has the full size."""
+"""A cap while worker processes are killed; ``scripts/caps.py`` runs the same at full size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "caps.py"
 
 
 def test_a_cap_holds_while_workers_are_killed(store_url: str) -> None:
-    """F2, C5: proved from the intervals that the handlers wrote down; and no place stays lost."""
+    """F2, fault 36: checked with the intervals that handlers wrote down; no place stays lost."""
     store = "sqlite" if store_url.startswith("sqlite") else "postgres"
     size = ["--tasks", "150", "--processes", "4", "--hold", "0.03", "--kill-after", "30", "--busy", "0"]
     done = subprocess.run(

@@ -1,16 +1,14 @@
 """Killed before and after every statement between publishing and the last subscriber's commit.
 
-Faults 1 and 2: each subscriber has handled the event once, and an order without its event, or an event without its
-order, does not exist.
+Faults 1 and 2: each subscriber handles the event once, and an order without its event, or an event without its order,
+does not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,31 +17,20 @@ from crash_scenarios import Place
 from onefold import App, Context, Topic
 from onefold.testing import HastyClock
 from onefold.testing.crash import Point, crash_points
-from onefold.testing.servers import PostgresServer
 
-_numbers = itertools.count(1)
 LATER = timedelta(hours=1)
 TABLES = (
     "CREATE TABLE placed (number INTEGER NOT NULL)",
-    "CREATE TABLE ran (number INTEGER NOT NULL, who TEXT NOT NULL)",
+    "CREATE TABLE ran (number INTEGER NOT NULL, subscriber TEXT NOT NULL)",
 )
-#: Two hear of the order, and one of them tells a third.
+#: The handlers that run: two subscribe to the order, and one of these publishes an event for the third.
 HANDLED = ["cancel", "mail", "reserve"]
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    server: PostgresServer | None = None
-    name = f"crash_events_{next(_numbers)}"
-    if request.param == "postgres":
-        server = request.getfixturevalue("postgres_server")
-        place = Place("postgres", server.create_database(name))
-    else:
-        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-    asyncio.run(_migrated(place))
-    yield place
-    if server is not None:
-        server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    asyncio.run(_migrated(database))
+    return database
 
 
 async def _migrated(place: Place) -> None:
@@ -57,7 +44,7 @@ async def _migrated(place: Place) -> None:
 
 
 class Scene:
-    """A small choreography: an order is placed, its stock refused, and the order cancelled."""
+    """A small choreography: an order is placed, its stock is refused, and the order is cancelled."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -75,9 +62,9 @@ class Scene:
             await ctx.execute(insert, number, "reserve")
             ctx.publish(refused, number)
 
-        for event, who in ((placed, "mail"), (refused, "cancel")):
+        for event, subscriber in ((placed, "mail"), (refused, "cancel")):
 
-            @app.on(event, name=who)
+            @app.on(event, name=subscriber)
             async def handle(ctx: Context, number: int) -> None:
                 await ctx.execute(insert, number, ctx.message.message_type)
 
@@ -103,12 +90,12 @@ class Scene:
             return await self.look(app, point)
 
     async def repeat(self, app: App, placed: Topic[int], point: Point) -> None:
-        """Whoever got no answer publishes again."""
+        """Publish again, as a sender without an answer does."""
         await placed.publish(point.number)
 
     async def look(self, app: App, point: Point) -> object:
-        """Return what is wrong."""
-        ran = await self.rows(app, "SELECT who FROM ran WHERE number = ? ORDER BY who", point)
+        """Return a problem, or None."""
+        ran = await self.rows(app, "SELECT subscriber FROM ran WHERE number = ? ORDER BY subscriber", point)
         left = [one.scheduled + one.leased + one.dead for one in (await app.count()).values()]
         return None if (ran, sum(left)) == (HANDLED, 0) else f"handled by {ran}, left {left}"
 
@@ -117,7 +104,7 @@ class Scene:
 
 
 class Outbox(Scene):
-    """Who places an order in one commit with its event dies, and does not come back."""
+    """The process that places an order in one commit with its event dies and does not retry."""
 
     async def interrupted(self, app: App, placed: Topic[int], point: Point) -> None:
         async with app.transaction() as tx:
@@ -125,16 +112,16 @@ class Outbox(Scene):
             tx.publish(placed, point.number)
 
     async def repeat(self, app: App, placed: Topic[int], point: Point) -> None:
-        """Nobody does."""
+        """Do nothing: this sender does not retry."""
 
     async def look(self, app: App, point: Point) -> object:
         orders = await self.rows(app, "SELECT number FROM placed WHERE number = ?", point)
-        ran = await self.rows(app, "SELECT who FROM ran WHERE number = ? ORDER BY who", point)
+        ran = await self.rows(app, "SELECT subscriber FROM ran WHERE number = ? ORDER BY subscriber", point)
         return None if ran == (HANDLED if orders else []) else f"{len(orders)} orders, handled by {ran}"
 
 
 class Working(Scene):
-    """Who publishes and works dies anywhere, from there to the commits of the subscribers, and publishes again."""
+    """One process publishes and works; it dies anywhere up to the commits of the subscribers, and publishes again."""
 
     async def interrupted(self, app: App, placed: Topic[int], point: Point) -> None:
         await placed.publish(point.number)
@@ -142,7 +129,7 @@ class Working(Scene):
 
 
 class Subscribing(Scene):
-    """The first worker there ever was dies while it subscribes, after the event was published."""
+    """The first worker ever started dies while it subscribes, after the event was published."""
 
     async def interrupted(self, app: App, placed: Topic[int], point: Point) -> None:
         for event in ("order.placed", "stock.refused"):
@@ -157,7 +144,7 @@ def test_killed_at_every_statement_of_a_choreography(
 ) -> None:
     here = scene(place)
     report = crash_points(here.act, here.recover)
-    record_property(f"crash points on {place.kind}", report.points)
-    print(f"{place.kind} {scene.__name__}: {report}")
+    record_property(f"crash points on {place.name}", report.points)
+    print(f"{place.name} {scene.__name__}: {report}")
     assert not report.failures, report
     assert {death.split()[0] for death in report.deaths} == {"before", "after"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from onefold.testing import HastyClock
 from onefold.testing.checker import Journal
 from onefold.testing.crash import CrashReport, Point, crash_points
 from onefold.testing.servers import PostgresServer
-
-_numbers = itertools.count(1)
 
 
 async def _migrated(place: Place) -> None:
@@ -28,32 +25,17 @@ async def _migrated(place: Place) -> None:
     await store.close()
 
 
-@pytest.fixture(scope="module")
-def postgres_template(postgres_server: PostgresServer) -> str:
-    """A migrated database to copy, so that no scenario waits for the migration."""
-    asyncio.run(_migrated(Place("postgres", postgres_server.create_database("crash_template"))))
-    return "crash_template"
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "sqlite":
-        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-        asyncio.run(_migrated(place))
-        yield place
-        return
-    template = request.getfixturevalue("postgres_template")
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"crash_{next(_numbers)}"
-    yield Place("postgres", server.create_database(name, template=template))
-    server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    asyncio.run(_migrated(database))
+    return database
 
 
 def _judge(report: CrashReport, place: Place, record_property: Callable[[str, object], None], name: str) -> None:
-    record_property(f"crash points on {place.kind}", report.points)
-    print(f"{place.kind} {name}: {report}")
+    record_property(f"crash points on {place.name}", report.points)
+    print(f"{place.name} {name}: {report}")
     assert not report.failures, report
-    # A trace that missed one side of the statements would let every scenario pass.
+    # If the trace reported only one side of the statements, half of the points would not be tried.
     assert {death.split()[0] for death in report.deaths} == {"before", "after"}
     assert report.points >= 2
 
@@ -67,7 +49,7 @@ def test_killed_at_every_statement(
     _judge(report, place, record_property, scenario.__name__)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres", pytest.param("sqlite3", marks=pytest.mark.deep)])
 def test_a_migration_killed_midway_is_done_by_the_next(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -75,12 +57,13 @@ def test_a_migration_killed_midway_is_done_by_the_next(
 
     def place(number: int) -> Place:
         if server is None:
-            return Place(kind, f"sqlite:///{tmp_path}/migrated-{number}.db")
+            options = "?driver=sqlite3" if kind == "sqlite3" else ""
+            return Place("sqlite", f"sqlite:///{tmp_path}/migrated-{number}.db{options}")
         return Place(kind, server.url(f"migrated_{number}"))
 
     async def prepare(number: int) -> None:
         if server is not None:
-            server.create_database(f"migrated_{number}")
+            server.create_database(f"migrated_{number}", by_files=True)
 
     async def act(point: Point) -> None:
         store = place(point.number).store(HastyClock(), point.trace)

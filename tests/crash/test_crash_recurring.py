@@ -6,10 +6,8 @@ Faults 1 and 35.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,25 +16,14 @@ from crash_scenarios import Place
 from onefold import App, Context, Query
 from onefold.testing import HastyClock
 from onefold.testing.crash import Point, crash_points
-from onefold.testing.servers import PostgresServer
 
-_numbers = itertools.count(1)
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    server: PostgresServer | None = None
-    name = f"crash_recurring_{next(_numbers)}"
-    if request.param == "postgres":
-        server = request.getfixturevalue("postgres_server")
-        place = Place("postgres", server.create_database(name))
-    else:
-        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-    asyncio.run(_migrated(place))
-    yield place
-    if server is not None:
-        server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    asyncio.run(_migrated(database))
+    return database
 
 
 async def _migrated(place: Place) -> None:
@@ -49,10 +36,10 @@ async def _migrated(place: Place) -> None:
 
 
 class Scene:
-    """A recurring task of its own for every point, on one database."""
+    """A recurring task for each crash point, on one database."""
 
     recurring: ClassVar[dict[str, Any]] = {"every": HOUR, "mode": "rate", "catchup": "all"}
-    #: When it is declared, when the child dies, and when somebody puts things right.
+    #: When the schedule is declared, when the child dies, and when another process recovers.
     acts_at, recovers_at = HOUR, HOUR + 30 * MINUTE
 
     def __init__(self, place: Place) -> None:
@@ -91,7 +78,7 @@ class Scene:
             return await self.look(app, point)
 
     async def look(self, app: App, point: Point) -> object:
-        """Return what is wrong."""
+        """Return a problem, or None."""
         return await self.compare(app, point.number, 1)
 
     async def compare(self, app: App, number: int, expected: int) -> object:
@@ -104,11 +91,11 @@ class Scene:
 
 
 class Ticking(Scene):
-    """A worker dies anywhere between looking and the end of the run."""
+    """A worker dies anywhere between reading the schedules and the end of the run."""
 
 
 class TickingTogether(Scene):
-    """Two workers look at the same moment, have several occurrences to put, and die together."""
+    """Two workers read the schedules at the same moment, have several occurrences to put, and die together."""
 
     acts_at, recovers_at = 3 * HOUR, 3 * HOUR + 30 * MINUTE
 
@@ -125,7 +112,7 @@ class TickingTogether(Scene):
 
 
 class Delaying(Scene):
-    """A worker dies anywhere in a run with a delay, whose end decides about the next."""
+    """A worker dies anywhere in a run of a schedule with a delay, whose end decides the time of the next run."""
 
     recurring: ClassVar = {"every": HOUR, "mode": "delay"}
     acts_at, recovers_at = HOUR, HOUR + MINUTE
@@ -140,12 +127,12 @@ class Delaying(Scene):
 
 
 class Declaring(Scene):
-    """A worker dies while it brings what its code says into the register; the next start does it."""
+    """A worker dies while it declares the schedules of its code in the register; the next start completes that."""
 
     acts_at, recovers_at = timedelta(), MINUTE
 
     async def prepare(self, number: int) -> None:
-        """Nothing is there."""
+        """Declare nothing."""
 
     async def look(self, app: App, point: Point) -> object:
         async with self.app(point.number, HOUR) as later:
@@ -154,7 +141,7 @@ class Declaring(Scene):
 
 
 class Managing(Scene):
-    """A person dies while changing schedules, and says the same again."""
+    """An operator's process dies while changing schedules, and the change is repeated."""
 
     acts_at, recovers_at = MINUTE, 2 * MINUTE
 
@@ -174,12 +161,12 @@ class Managing(Scene):
         await app.work(until_idle=True)
         rows = self.place.sql("SELECT count(*) FROM ran WHERE name = ?")
         ((ran,),) = await app.store.fetch(rows, [f"tick-{point.number}"])
-        # Asked for by the one who died, perhaps, and by the one who came after.
+        # Requested by the process that died, perhaps, and by the one that repeated it.
         return None if ran in (1, 2) else f"{ran} runs were asked for"
 
 
 class Triggering(Scene):
-    """Somebody dies between two triggers and the one message that they become."""
+    """A process dies between two triggers and the one message that they are combined into."""
 
     recurring: ClassVar = {"every": timedelta(days=365), "mode": "rate"}
     acts_at, recovers_at = timedelta(), HOUR
@@ -208,13 +195,13 @@ class Triggering(Scene):
         accepted = [entry.key for entry in point.journal.entries]
         rows = self.place.sql("SELECT scheduled_for FROM ran WHERE name = ?")
         ran = [row[0] for row in await app.store.fetch(rows, [f"digest-{point.number}"])]
-        # The last accepted one, or the one that nobody was told about.
+        # The last accepted trigger, or the one without an answer.
         allowed = {"": [[], ["a"]], "a": [["a"], ["b"]], "ab": [["b"]]}["".join(accepted)]
         return None if ran in allowed else f"accepted {accepted}, ran {ran}"
 
 
 class Carrying(Triggering):
-    """A worker dies while it sends what was triggered."""
+    """A worker dies while it sends the message of the triggers."""
 
     async def prepare(self, number: int) -> None:
         async with self.app(number, timedelta()):
@@ -245,9 +232,9 @@ def test_killed_at_every_statement_of_a_schedule(
 ) -> None:
     here = scene(place)
     report = crash_points(here.act, here.recover, prepare=here.prepare)
-    record_property(f"crash points on {place.kind}", report.points)
-    print(f"{place.kind} {scene.__name__}: {report}")
+    record_property(f"crash points on {place.name}", report.points)
+    print(f"{place.name} {scene.__name__}: {report}")
     assert not report.failures, report
     assert {death.split()[0] for death in report.deaths} == {"before", "after"}
-    # The entry and the message are written between two of them.
+    # The entry and the message are written between these statements.
     assert any("register" in death for death in report.deaths)

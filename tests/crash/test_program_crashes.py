@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -24,31 +23,22 @@ from onefold.testing.programs.interpreter import Tasks, table
 from onefold.testing.programs.outside import OutsideFile
 from onefold.testing.programs.processes import ProgramProcesses
 from onefold.testing.programs.worlds import draw_programs
-from onefold.testing.servers import PostgresServer
 
 RecordProperty = Callable[[str, object], None]
 Kind = Literal["workflows", "sagas"]
 KINDS: tuple[Kind, ...] = ("workflows", "sagas")
 
-#: Seeds of programs that have few points.
+#: Seeds of programs with few crash points.
 SHORT: dict[Kind, tuple[int, ...]] = {"workflows": (0, 6), "sagas": (1, 3)}
 
-_numbers = itertools.count(1)
 
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "sqlite":
-        yield Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-        return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"program_crash_{next(_numbers)}"
-    yield Place("postgres", server.create_database(name))
-    server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    return database
 
 
 class _CrashHazards(Hazards):
-    """Dangers that are the same in every run of a scenario, and a death at the point that is tried."""
+    """Faults that are the same in every run of a scenario, and a death at the point that is tried."""
 
     def __init__(self, outside: OutsideFile, seed: int, clock: HastyClock, point: Point | None) -> None:
         super().__init__(outside, random.Random(seed))
@@ -142,7 +132,7 @@ def _crash_all(
         report = Crashing(place, folder, kind, seed, at_statements=at_statements).crash()
         assert not report.failures, f"seed {seed}: {report}"
         deaths += report.deaths
-    record_property(f"crash points on {place.kind}", len(deaths))
+    record_property(f"crash points on {place.name}", len(deaths))
     assert {death.split()[0] for death in deaths} == {"before", "after"}
     assert kind == "workflows" or any("undo" in death for death in deaths), deaths
 
@@ -151,7 +141,7 @@ def _crash_all(
 def test_a_generated_program_killed_inside_its_functions_takes_effect_once(
     place: Place, kind: Kind, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """Faults 1 and 37: before and after the effect of each step and of each undo."""
+    """Faults 1 and 37: killed before and after the effect of each step and each undo."""
     _crash_all(place, tmp_path, kind, SHORT[kind], record_property, at_statements=False)
 
 
@@ -160,7 +150,7 @@ def test_a_generated_program_killed_inside_its_functions_takes_effect_once(
 def test_a_generated_program_killed_anywhere_takes_effect_once(
     place: Place, kind: Kind, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """The same for more programs, and at each of their statements too."""
+    """Faults 1 and 37: more programs, killed at each of their statements too."""
     _crash_all(place, tmp_path, kind, range(20, 22), record_property, at_statements=True)
 
 
@@ -173,7 +163,7 @@ def _run_batch(
     number = bounds.pop("number")
     batch = ProgramProcesses(place.url, folder, seed=seed, number=number, sagas=kind == "sagas")
     outcome = batch.run(**bounds)
-    record_property(f"generated {kind} under kill -9 on {place.kind}", outcome.judged)
+    record_property(f"generated {kind} under kill -9 on {place.name}", outcome.judged)
     record_property("generated programs: processes killed", outcome.deaths)
     print(outcome)
     assert not outcome.violations, f"seed {seed}: {outcome}"
@@ -185,7 +175,7 @@ def _run_batch(
 def test_generated_programs_survive_workers_that_are_killed(
     place: Place, kind: Kind, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """Faults 1 and 37 with real processes: eight programs, and workers that die in any place."""
+    """Faults 1 and 37 with real processes: eight programs, and workers that die at any point."""
     _run_batch(place, tmp_path, kind, 1, record_property, number=8, deaths=8, seconds=2.0)
 
 
@@ -195,5 +185,5 @@ def test_generated_programs_survive_workers_that_are_killed(
 def test_many_generated_programs_survive_workers_that_are_killed(
     place: Place, kind: Kind, seed: int, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """The same for two hundred of each kind on each store, twenty-five at a time."""
+    """Faults 1 and 37: two hundred programs of each kind on each store, twenty-five at a time."""
     _run_batch(place, tmp_path, kind, seed, record_property, number=25, deaths=40, seconds=20.0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from crash_scenarios import Place
@@ -16,28 +14,16 @@ from onefold import App, Context, Receipt, Reject, Run, SagaStatus, State
 from onefold.store import Query
 from onefold.testing import HastyClock, drain
 from onefold.testing.crash import Point, crash_points
-from onefold.testing.servers import PostgresServer
-
-_numbers = itertools.count(1)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "sqlite":
-        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-        asyncio.run(_migrated(place))
-        yield place
-        return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"saga_crash_{next(_numbers)}"
-    place = Place("postgres", server.create_database(name))
-    asyncio.run(_migrated(place))
-    yield place
-    server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    asyncio.run(_migrated(database))
+    return database
 
 
 class Booking:
-    """Three steps, of which the second is a command, and the third fails after it wrote."""
+    """A saga of three steps: the second is a command, and the third fails after it wrote a row."""
 
     def __init__(self, place: Place, key: str, *, trace: object = None, later: timedelta = timedelta()) -> None:
         self.place = place
@@ -86,7 +72,7 @@ class Booking:
         return await self.book.send(self.key)
 
     async def wrong(self, run_id: str) -> str | None:
-        """Return what is not as it would be without a crash."""
+        """Return the difference from a run without a crash, or None."""
         found = await self.app.find(Query(correlation_id=run_id))
         states = {record.envelope.message_type: record.state for record in found}
         if states != {"book": State.DEAD, "pay": State.DONE, "refund": State.DONE} or len(found) != 3:
@@ -122,7 +108,7 @@ JOURNAL = [
 
 
 def test_a_saga_killed_anywhere_is_undone_once(place: Place, record_property: Callable[[str, object], None]) -> None:
-    """Fault 37, I6, I13: any worker goes on doing or undoing where the dead one was."""
+    """Fault 37, I6, I13: any worker continues the steps or the undos of the dead one."""
 
     def key(point: Point) -> str:
         return f"saga-{point.number}"

@@ -1,4 +1,4 @@
-"""What a dead worker held is run by another soon after its lease, whatever else there is to do."""
+"""The message of a dead worker is run by another one soon after its lease, even under load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from onefold import App
 pytestmark = pytest.mark.alone
 
 LEASE = 1.0
-#: A takeover comes at most this long after the lease of the dead worker.
+#: A takeover comes at most this long after the end of the dead worker's lease.
 LATE_SECONDS_MAX = 2.0
-#: How long every other handler blocks the event loop, longer than any pause of the store's own.
+#: How long every other handler blocks the event loop; longer than any pause of the store itself.
 BLOCK_SECONDS = 0.6
-#: More than can be worked through while the test lasts.
+#: More messages than can be handled while the test lasts.
 BACKLOG = 200
 
 VICTIM = """
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 
 def kill_a_worker_with(url: str) -> float:
-    """Start a worker process, kill it while it runs a message, and return when that was."""
+    """Start a worker process, kill it while it handles a message, and return the time of its death."""
     with subprocess.Popen([sys.executable, "-c", VICTIM, url, str(LEASE)], stdout=subprocess.PIPE) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == b"held\n"
@@ -52,7 +52,7 @@ def kill_a_worker_with(url: str) -> float:
 
 
 def takeover_seconds(url: str, concurrency: int, backlog: int) -> float:
-    """Return how long after the death of a worker its message is run by another that has a backlog of its own."""
+    """Return how long after a worker's death its message is run by another worker that has a backlog of its own."""
     app = App(url)
     ran: list[float] = []
     taken = asyncio.Event()
@@ -86,10 +86,10 @@ def takeover_seconds(url: str, concurrency: int, backlog: int) -> float:
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_a_worker_whose_handlers_block_takes_over_in_time(store_url: str, concurrency: int) -> None:
-    """Every other handler keeps the event loop for 0.6 s and the backlog never ends; the takeover is not late."""
+    """Every second handler blocks the event loop for 0.6 s and the backlog never ends; the takeover is not late."""
     assert takeover_seconds(store_url, concurrency, BACKLOG) < LEASE + LATE_SECONDS_MAX
 
 
 def test_an_idle_worker_takes_over_in_time(store_url: str) -> None:
-    """A worker with nothing else to do looks again soon enough."""
+    """A worker without other work looks for expired leases soon enough."""
     assert takeover_seconds(store_url, 1, 0) < LEASE + LATE_SECONDS_MAX

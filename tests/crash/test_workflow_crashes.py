@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,15 +13,12 @@ from crash_scenarios import TABLES, Place
 from tests.crash.decision_scenario import crash_decisions
 
 from onefold import App, Context, Happened, NotHappened, Receipt, RetryPolicy, Run, State
-from onefold.step import StepKind
 from onefold.store import Query
+from onefold.store.journal_lines import LineKind
 from onefold.testing import HastyClock, drain
 from onefold.testing.crash import CrashReport, Point, crash_points
-from onefold.testing.servers import PostgresServer
 
-_numbers = itertools.count(1)
-
-#: Everything that was leased in the process that died has run out by then, and every sleep is over.
+#: By then every lease of the dead process has run out, and every sleep is over.
 LATER = timedelta(days=3)
 
 
@@ -35,24 +32,15 @@ async def _migrated(place: Place) -> None:
     await store.close()
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "sqlite":
-        place = Place("sqlite", f"sqlite:///{tmp_path}/crash.db")
-        asyncio.run(_migrated(place))
-        yield place
-        return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"workflow_crash_{next(_numbers)}"
-    place = Place("postgres", server.create_database(name))
-    asyncio.run(_migrated(place))
-    yield place
-    server.drop_database(name)
+@pytest.fixture
+def place(database: Place) -> Place:
+    asyncio.run(_migrated(database))
+    return database
 
 
 def judge(report: CrashReport, place: Place, record_property: Callable[[str, object], None], least: int) -> None:
-    record_property(f"crash points on {place.kind}", report.points)
-    print(f"{place.kind}: {report}")
+    record_property(f"crash points on {place.name}", report.points)
+    print(f"{place.name}: {report}")
     assert not report.failures, report
     assert {death.split()[0] for death in report.deaths} == {"before", "after"}
     assert report.points >= least
@@ -62,7 +50,7 @@ def judge(report: CrashReport, place: Place, record_property: Callable[[str, obj
 
 
 class Flow:
-    """A workflow of five kinds of steps: a plain one, one with SQL, a sleep, a signal and a child."""
+    """A workflow of five parts: a plain step, one with SQL, a sleep, a signal and a child."""
 
     def __init__(self, place: Place, key: str, *, trace: object = None, later: timedelta = timedelta()) -> None:
         self.place = place
@@ -102,7 +90,7 @@ class Flow:
         assert await self.app.signal(run_id, "go", "yes", id="the only one")
 
     async def wrong(self, run_id: str) -> str | None:
-        """Return what is not as it would be without a crash."""
+        """Return the difference from a run without a crash, or None."""
         found = await self.app.find(Query(correlation_id=run_id))
         records = {record.envelope.message_type: record for record in found}
         states = {name: record.state for name, record in records.items()}
@@ -135,14 +123,14 @@ JOURNAL = sorted(
         ("write#2", "RESULT"),
     ]
 )
-#: There when the run had to wait for the signal, and not when it lay in the mailbox already.
+#: This line exists only if the run had to wait for the signal instead of finding it in the mailbox.
 WAITED = ("go#1", "TIMER")
 
 
 def test_a_workflow_killed_anywhere_takes_effect_once(
     place: Place, record_property: Callable[[str, object], None]
 ) -> None:
-    """Fault 1, H1, H2, H7: any worker goes on where the dead one was."""
+    """Fault 1, H1, H2, H7: any worker continues the run of the dead one."""
 
     def key(point: Point) -> str:
         return f"flow-{point.number}"
@@ -164,7 +152,7 @@ def test_a_workflow_killed_anywhere_takes_effect_once(
         flow = Flow(place, key(point), later=LATER)
         async with flow.app as app:
             receipt = await flow.start()
-            # The same one, whether or not it was sent before; a run that is through needs none.
+            # The same signal again; a run that has ended needs none.
             if receipt.state is not State.DONE:
                 await flow.signal(receipt.id)
                 await drain(app)
@@ -177,7 +165,7 @@ def test_a_workflow_killed_anywhere_takes_effect_once(
 
 
 class Outside:
-    """A provider that knows what it did: a file with one line per call."""
+    """A provider that records its calls: a file with one line per call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +198,7 @@ def paying(place: Place, outside: Outside, *, probe: bool, trace: object = None,
 def test_an_effect_killed_anywhere_happens_once_or_is_for_a_person(
     place: Place, probe: bool, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """B20, B21: with a probe the outside has it exactly as often as asked for; without one it is never repeated."""
+    """B20, B21: with a probe the provider has every call exactly once; without one no call is repeated."""
     parked = itertools.count()
 
     def outside(point: Point) -> Outside:
@@ -245,7 +233,7 @@ def test_an_effect_killed_anywhere_happens_once_or_is_for_a_person(
             if (record.state, record.result, len(outside(point))) != (State.DONE, b'"receipt"', 1):
                 return f"{record} {record.result!r}, {len(outside(point))} calls"
             kinds = [step.kind for step in await app.journal(receipt.id)]
-            return None if kinds.count(StepKind.EFFECT) == 1 else f"{kinds}"
+            return None if kinds.count(LineKind.EFFECT) == 1 else f"{kinds}"
 
     judge(crash_points(act, recover), place, record_property, least=8)
     assert (next(parked) > 0) is not probe
@@ -257,7 +245,7 @@ def test_an_effect_killed_anywhere_happens_once_or_is_for_a_person(
 def test_a_run_killed_in_any_step_does_not_decide_anew_what_the_step_acted_on(
     place: Place, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """C12: one key for a charge, refund or ship and never both, bank a or bank b and never both."""
+    """One key for a charge, refund or ship and never both, bank a or bank b and never both."""
     judge(crash_decisions(place.store, tmp_path), place, record_property, least=16)
 
 
@@ -265,5 +253,5 @@ def test_a_run_killed_in_any_step_does_not_decide_anew_what_the_step_acted_on(
 def test_a_run_killed_anywhere_does_not_decide_anew_what_it_has_acted_on(
     place: Place, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """C12 again, at every statement."""
+    """The same, killed at every statement."""
     judge(crash_decisions(place.store, tmp_path, at_statements=True), place, record_property, least=150)

@@ -1,4 +1,4 @@
-"""A worker that was stopped past its lease and comes back cannot commit; workers killed at random lose nothing."""
+"""A worker that was stopped past its lease cannot commit when it resumes; random kills lose nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from onefold.testing.checker import Effect, Final, Journal, check
 
 pytestmark = pytest.mark.alone
 
-#: Long enough for a busy machine; nothing that works waits for it.
+#: Long enough for a busy machine; a passing test does not wait this long.
 PATIENCE_SECONDS = 30.0
-#: How long processes are killed, and how often.
+#: How many seconds processes are killed, and the pause between kills.
 KILLING_SECONDS = 5.0
 KEYS = 60
 
@@ -77,7 +77,7 @@ def _program(url: str, name: str, middle: str, log: Path) -> Iterator[subprocess
 
 
 def _freeze(process: subprocess.Popen[bytes], url: str) -> None:
-    """Stop a process at a moment when it does not hold SQLite's only write lock, as it does to renew its lease."""
+    """Stop a process while it does not hold SQLite's only write lock, which it briefly takes to renew its lease."""
     for _ in range(20):
         process.send_signal(signal.SIGSTOP)
         if not url.startswith("sqlite:") or _is_writable(url.removeprefix("sqlite:///")):
@@ -97,7 +97,7 @@ def _is_writable(path: str) -> bool:
         return True
 
 
-# Not on SQLite after its write: whoever is stopped with the only write lock stops everybody, and nobody takes over.
+# Not on SQLite after its write: a worker stopped with the only write lock blocks every writer, so no other takes over.
 @pytest.mark.parametrize(
     ("store_url", "middle"),
     [("sqlite", "before"), ("postgres", "before"), ("postgres", "after")],
@@ -112,18 +112,18 @@ def test_a_stopped_worker_cannot_commit_when_it_comes_back(middle: str, store_ur
         _wait_until(lambda: b"in the middle" in log.read_bytes(), "the handler was not reached")
         _freeze(zombie, store_url)
         with _program(store_url, "other", "", other_log):
-            _wait_until(lambda: _ask(store_url, _effects) != [], f"nobody took over: {other_log.read_text()}")
+            _wait_until(lambda: _ask(store_url, _effects) != [], f"no worker took over: {other_log.read_text()}")
             assert b"lease_lost" not in log.read_bytes()
             zombie.send_signal(signal.SIGCONT)
             _wait_until(lambda: b"lease_lost" in log.read_bytes(), f"the zombie noticed nothing: {log.read_text()}")
     (record,) = _ask(store_url, _records)
     assert record.state is State.DONE
-    # One effect, the other's, under the fence that ended the message.
+    # One effect, by the other worker, under the fence that ended the message.
     assert _ask(store_url, _effects) == [("pay:k", record.envelope.id, record.fence, "other")]
 
 
 def test_a_worker_stopped_with_the_only_write_lock_holds_up_all_and_harms_none(sqlite_url: str, tmp_path: Path) -> None:
-    """Fault 10, after the effect and before the commit, where nobody can take over: one effect in the end."""
+    """Fault 10, after the effect and before the commit, where no other worker can take over: one effect in the end."""
     asyncio.run(_prepare(sqlite_url))
     log, other_log = tmp_path / "zombie.log", tmp_path / "other.log"
     with _program(sqlite_url, "zombie", "after", log) as zombie:
@@ -132,7 +132,7 @@ def test_a_worker_stopped_with_the_only_write_lock_holds_up_all_and_harms_none(s
         _wait_until(lambda: b"in the middle" in log.read_bytes(), "the handler was not reached")
         zombie.send_signal(signal.SIGSTOP)
         with _program(sqlite_url, "other", "", other_log):
-            time.sleep(1.4)  # past its lease
+            time.sleep(1.4)  # longer than its lease
             zombie.send_signal(signal.SIGCONT)
             _wait_until(lambda: _ask(sqlite_url, _all_ended), f"not done: {log.read_text()}{other_log.read_text()}")
     (record,) = _ask(sqlite_url, _records)
@@ -145,7 +145,7 @@ async def _all_ended(app: App) -> bool:
 
 
 def test_a_worker_stopped_after_its_commit_has_done_it_once(store_url: str, tmp_path: Path) -> None:
-    """Fault 10, after the commit and before anybody here was told: nobody runs it again, and the worker goes on."""
+    """Fault 10, after the commit and before the worker has its answer: nothing runs again, and the worker continues."""
     asyncio.run(_prepare(store_url))
     log, other_log = tmp_path / "zombie.log", tmp_path / "other.log"
     with _program(store_url, "zombie", "committed", log) as zombie:
@@ -157,7 +157,7 @@ def test_a_worker_stopped_after_its_commit_has_done_it_once(store_url: str, tmp_
         assert first.state is State.DONE
         with _program(store_url, "other", "", other_log):
             _wait_until(lambda: b"ready" in other_log.read_bytes(), "the other worker did not start")
-            time.sleep(1.5)  # past its lease
+            time.sleep(1.5)  # longer than its lease
             zombie.send_signal(signal.SIGCONT)
         _ask(store_url, lambda app: app.tasks["pay"].send("next"))
         _wait_until(lambda: len(_ask(store_url, _effects)) > 1, f"it did not go on: {log.read_text()}")
@@ -172,7 +172,7 @@ def test_a_worker_stopped_after_its_commit_has_done_it_once(store_url: str, tmp_
 
 
 def _fork(main: Callable[[], Any]) -> int:
-    """Start a process; a fork starts at once, so that many deaths fit into a few seconds."""
+    """Start a process; forking is fast, so that many deaths fit into a few seconds."""
     child = os.fork()
     if child == 0:
         try:
@@ -183,7 +183,7 @@ def _fork(main: Callable[[], Any]) -> int:
 
 
 async def _produce(url: str, name: str, file: Path, seed: int) -> None:
-    """Send the same keys as everybody else, again and again, with a journal that outlives the process."""
+    """Send the same keys as the other producers, again and again, with a journal that outlives the process."""
     chance = random.Random(seed)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     journal = Journal(lambda line: os.write(descriptor, line))
@@ -197,7 +197,7 @@ async def _produce(url: str, name: str, file: Path, seed: int) -> None:
 
 
 def _kill_and_restart(url: str, directory: Path, seed: int) -> int:
-    """Keep three workers and two producers alive against a killer; returns how many died."""
+    """Keep three workers and two producers running and kill them at random; return how many died."""
     chance, deaths = random.Random(seed), 0
     directory.mkdir()
 
@@ -226,7 +226,7 @@ def _kill_and_restart(url: str, directory: Path, seed: int) -> int:
 
 
 async def _drain(app: App) -> None:
-    """Work until every message has ended; leases of the dead run out after a second."""
+    """Work until every message has ended; leases of dead workers run out after a second."""
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while any(not record.state.ended for record in await _records(app)):
         assert time.monotonic() < give_up_at, "not drained"
@@ -248,6 +248,6 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(store_url: s
     accepted = sum(entry.event == "ok" for entry in journal.entries)
     print(f"{deaths} processes killed, {accepted} sends accepted, {len(finals)} messages, {len(effects)} effects")
     assert deaths >= 10
-    # Duplicates were sent, and work was done while processes died.
+    # Duplicates were sent, and messages were handled while processes died.
     assert accepted > len(finals) > 0
     assert len(effects) > 0

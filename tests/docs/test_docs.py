@@ -1,4 +1,4 @@
-"""The documentation says what is: its code runs, its links lead somewhere, its tables agree with the library."""
+"""The documentation agrees with the code: its examples run, its links resolve, its tables match the library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ import pytest
 import typer
 
 from onefold import App, errors, limits
-from onefold.store import MOVES, Capabilities
+from onefold.brokers.redis import RedisTransport
+from onefold.brokers.transport import Transport, TransportCapabilities
+from onefold.store import MOVES, Capabilities, Store, Transaction
 from onefold.testing.brokers import DURABLE, RedisServer
-from onefold.transport import TransportCapabilities
-from onefold.transports.redis import RedisTransport
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")])
@@ -39,7 +40,7 @@ _KNOWN_PROGRAMS = {"cd", "createdb", "git", "kill", "pip", "psql", "python"}
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, the words after it, its text and where it stands."""
+    """One fenced block: its language, the words after it, its text and its line."""
 
     page: Path
     language: str
@@ -69,7 +70,7 @@ def prose_of(page: Path) -> str:
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty directory to run a page in, from which its own modules can be imported."""
+    """An empty directory to run a page in, which is also on the import path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("ONEFOLD_URL", raising=False)
@@ -81,12 +82,12 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def run_block(block: Block, namespace: dict[str, Any]) -> str:
-    """Run one block, with ``await`` allowed at its top, and return what it printed."""
+    """Run one block, which may use ``await`` at its top level, and return what it printed."""
     source = "\n" * (block.line - 1) + block.text
     code = compile(source, name_of(block.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        # A whole program brings its own event loop, which needs a thread of its own.
+        # A whole program starts its own event loop, so it runs in its own thread.
         answer = (
             await asyncio.to_thread(eval, code, namespace) if "asyncio.run(" in block.text else eval(code, namespace)
         )
@@ -102,7 +103,7 @@ def save(name: str, text: str) -> None:
 async def run_page(blocks: list[Block]) -> None:
     """Run a page from top to bottom.
 
-    Its blocks share one namespace; ``fresh`` begins another, and a block with a file name is saved instead.
+    Its blocks share one namespace; ``fresh`` starts a new one, and a block with a file name is saved instead.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
@@ -125,6 +126,7 @@ async def close_apps(namespace: dict[str, Any]) -> None:
             await value.close()
 
 
+@pytest.mark.empty
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_python_block_of_the_page_runs(
     page: Path, workshop: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +140,7 @@ def test_every_python_block_of_the_page_runs(
 
 
 def paste(text: str) -> str | None:
-    """Give a text to a console line by line, as a paste does; return what is wrong with it."""
+    """Give a text to a console line by line, as a paste does; return the error, if there is one."""
     compiler, waiting = codeop.CommandCompiler(), list[str]()
     compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -155,7 +157,7 @@ def paste(text: str) -> str | None:
 def test_every_python_block_of_the_page_can_be_pasted_into_a_console(page: Path) -> None:
     """``python -m asyncio`` ends an indented block at an empty line, and only there.
 
-    A ``script``, a class with several methods, has empty lines inside and belongs into a file.
+    A ``script``, such as a class with several methods, has empty lines inside and belongs in a file.
     """
     blocks = [block for block in blocks_of(page) if block.language == "python"]
     pasted = [block for block in blocks if not any(word == "script" or word.endswith(".py") for word in block.words)]
@@ -180,7 +182,7 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(arguments) <= set(targets)
     elif program == "onefold":
-        from onefold.cli import cli
+        from onefold.cli.main import cli
 
         command = typer.main.get_command(cli)
         while hasattr(command, "commands"):
@@ -319,7 +321,7 @@ def test_the_table_of_windows_says_what_the_limits_are() -> None:
 
 
 def written(value: float, like: str) -> str:
-    """Write a number the way the page does."""
+    """Format a number the way the page does."""
     unit = like.rpartition(" ")[2]
     size = {"days": 86_400, "day": 86_400, "hours": 3_600, "hour": 3_600, "minutes": 60, "minute": 60, "s": 1}.get(unit)
     return (
@@ -338,10 +340,48 @@ def test_the_table_of_moves_says_what_the_code_allows() -> None:
     }
 
 
-def test_the_architecture_names_every_module() -> None:
+PACKAGE = ROOT / "src/onefold"
+
+
+def _exists(name: str) -> bool:
+    """Whether a path exists in the repository or in the package, or a bare file name anywhere in the package."""
+    if (ROOT / name).exists() or (PACKAGE / name).exists():
+        return True
+    return "/" not in name.rstrip("/") and any(PACKAGE.rglob(name.rstrip("/")))
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_path_that_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.sql|/))`", text)) - {"NNNN_name.sql"}
+    assert len(named) > 30
+    assert sorted(name for name in named if not _exists(name)) == []
+
+
+def test_the_architecture_names_every_package_and_every_module_on_the_ground() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    modules = [path for path in (ROOT / "src/onefold").glob("*.py") if not path.name.startswith("__")]
-    assert [path.name for path in modules if f"`{path.name}`" not in text] == []
+    packages = [path.parent.relative_to(PACKAGE) for path in PACKAGE.glob("*/__init__.py")]
+    assert [f"{path}/" for path in packages if f"`{path}/`" not in text] == []
+    modules = [path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]
+    assert [name for name in modules if f"`{name}`" not in text] == []
+
+
+def test_the_picture_of_the_packages_is_the_import_contract() -> None:
+    """The layers of the contract, from top to bottom, are the boxes of the first picture, in order."""
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    names = [name.strip() for layer in layers for name in layer.split("|")]
+    picture = (ROOT / "ARCHITECTURE.md").read_text().partition("```mermaid")[2].partition("```")[0]
+    drawn = re.findall(r'^ +(\w+)\["', picture, re.MULTILINE)
+    ground = {path.stem for path in PACKAGE.glob("*.py")} - {"registry"}
+    assert drawn[:-1] == [name for name in names if name not in ground]
+
+
+def test_the_calls_that_the_architecture_names_are_those_of_the_protocols() -> None:
+    flow = (ROOT / "ARCHITECTURE.md").read_text().partition("| stage | module | call |")[2].partition("\n\n")[0]
+    calls = {call for row in flow.splitlines()[2:] for call in re.findall(r"`(\w+)`", row.split("|")[3])}
+    assert {"put", "claim", "settle", "publish"} <= calls
+    offered = set(dir(Store)) | set(dir(Transaction)) | set(dir(Transport))
+    assert sorted(calls - offered) == []
 
 
 def test_every_error_has_its_paragraph_and_no_other_has() -> None:
@@ -371,7 +411,7 @@ def test_the_schema_page_names_every_table_and_column(tmp_path: Path) -> None:
 def test_every_decision_has_its_four_parts() -> None:
     records = sorted((ROOT / "docs/decisions").glob("0*.md"))
     numbers = [int(record.name[:4]) for record in records]
-    # Each is taken once; records that are written at the same time may leave a gap for one another.
+    # Each number is used once; records that are written at the same time may leave a gap for one another.
     assert numbers == sorted(set(numbers))
     for record in records:
         assert re.findall(r"^## (.+)$", record.read_text(), re.MULTILINE) == [

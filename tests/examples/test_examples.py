@@ -1,4 +1,4 @@
-"""The examples do what they say, on both stores."""
+"""The examples do what they describe, on both stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(name: str) -> ModuleType:
-    """Import an example afresh, so that its app has not met another store."""
+    """Import an example again, so that its app has used no other store before."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -50,7 +50,7 @@ def test_a_fan_out_has_every_result_in_its_place(store_url: str, monkeypatch: py
 
 
 def test_a_choreography_ships_what_it_can_and_takes_back_the_rest(store_url: str) -> None:
-    """I12: the story of an order without anybody in charge."""
+    """I12: an order is handled without a coordinator."""
     choreography, console = load("choreography"), paper()
     assert asyncio.run(choreography.play(store_url, console)) == choreography.EXPECTED
     told = printed(console)
@@ -59,7 +59,7 @@ def test_a_choreography_ships_what_it_can_and_takes_back_the_rest(store_url: str
 
 
 def test_orders_are_fulfilled_or_undone_and_the_books_balance(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """I6, I8: with a step that failed, and with one of which nobody knows."""
+    """I6, I8: with a step that failed, and with one whose outcome is unknown."""
     monkeypatch.setenv("ONEFOLD_URL", store_url)
     fulfilment, console = load("fulfilment"), paper()
     ends = asyncio.run(fulfilment.play(console, 15))

@@ -8,6 +8,6 @@ from fault_scene import Loop
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def loop(request: pytest.FixtureRequest) -> Loop:
-    """Each event loop in turn: they differ in how they tell of a connection that ends."""
+    """Each event loop in turn: they report a connection that ends in different ways."""
     kind: Loop = request.param
     return kind

@@ -1,4 +1,4 @@
-"""Handlers that pass a number from their message on as a duration, among neighbours that do not."""
+"""Handlers that use a number from their message as a duration, beside handlers that do not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from datetime import timedelta
 from tests.faults.row_scene import Shop
 
 from onefold import Query, Retry, RetryPolicy, Run, Snooze, State
-from onefold.task import Task
+from onefold.tasks.task import Task
 
-#: Longer than every limit in one way or another: than a century, than the calendar, than 64 bits, than a double holds.
+#: Longer than various limits: a century, the calendar, 64 bits in microseconds, and the precision of a double.
 TOO_LONG = (4e9, 2.534e11, 1e13, 1e300)
 
 
 class DurationShop(Shop):
-    """The tasks of ``Shop``, and one for each way in which a handler names a duration."""
+    """The tasks of ``Shop``, and one for each call that takes a duration in a handler."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -69,7 +69,7 @@ async def _nothing() -> None: ...
 
 
 async def a_long_duration_fails_its_own_message(url: str, judge: Callable[[str], bool]) -> None:
-    """Every handler that names one is a dead letter whose error type ``judge`` accepts, and all neighbours are done."""
+    """Each long duration makes a dead letter with an error type that ``judge`` accepts; all others are done."""
     shop = DurationShop(url)
     await shop.app.migrate()
     async with shop.app:
@@ -93,7 +93,7 @@ async def a_long_duration_fails_its_own_message(url: str, judge: Callable[[str],
 
 
 async def an_outcome_that_cannot_be_written_ends_alone(url: str) -> None:
-    """Of many messages that are settled together one has an outcome that no store can encode."""
+    """Of many messages that are settled together, one has an outcome that no store can encode."""
     shop = Shop(url)
 
     @shop.app.task(retry=RetryPolicy(max_attempts=2))

@@ -1,4 +1,4 @@
-"""An app with every kind of work, for workers in processes of their own; each effect is a row of ``ledger``."""
+"""An app with every kind of work, for workers in their own processes; each effect is a row of ``ledger``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def follow(ctx: Context, number: int) -> None:
 
 @app.task(key="{number}")
 async def order(ctx: Context, number: int) -> None:
-    """Sent together with a row of the sender's own."""
+    """Handle a message that was sent together with a row of the sender's own."""
     await ctx.execute(INSERT, "order", number, 0)
 
 

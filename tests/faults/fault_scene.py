@@ -1,4 +1,4 @@
-"""What is done while something breaks: sends, handlers with and without SQL, a retry, and the verdict on all of it."""
+"""The work that goes on during a fault: sends, handlers with and without SQL, a retry; and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LOOPS: Mapping[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 TABLES = (
-    # No constraint on purpose: a second effect must show as a second row, not be hidden by an error.
+    # Without a unique constraint, so that a second effect shows as a second row and not as an error.
     "CREATE TABLE effect (key TEXT NOT NULL, message TEXT NOT NULL, fence BIGINT NOT NULL)",
     "CREATE TABLE orders (key TEXT NOT NULL)",
 )
-#: The task that fails once on purpose, so that its one failed run can be told from those a fault would add.
+#: The task that fails once on purpose, so that its failed attempt can be told from attempts that a fault adds.
 FAILS_ONCE = "flaky"
-#: A scene that takes longer hangs.
+#: A scenario that takes longer hangs.
 SECONDS_MAX = 60
 
 
 def run(scenario: Callable[[], Awaitable[Answer]], *, loop: Loop = "asyncio") -> Answer:
-    """Run a scenario on an event loop of this kind, and end it if it hangs."""
+    """Run a scenario on an event loop of this kind; fail if it hangs."""
 
     async def within() -> Answer:
         async with asyncio.timeout(SECONDS_MAX):
@@ -44,7 +44,7 @@ def run(scenario: Callable[[], Awaitable[Answer]], *, loop: Loop = "asyncio") ->
 
 
 class Scene:
-    """One store with an app on it whose handlers leave rows behind, and a journal of what senders were told."""
+    """One store with an app whose handlers write rows, and a journal of the answers that senders got."""
 
     def __init__(self, store: Store, clock: Clock | None = None, *, journal: Journal | None = None) -> None:
         self.journal = journal or Journal()
@@ -64,7 +64,7 @@ class Scene:
 
         @self.app.task(key="{key}", subject="{key}")
         async def plain(key: str) -> str:
-            """Writes nothing of its own, so it is settled together with others."""
+            """Write nothing, so that the message is settled together with others."""
             return key
 
         @self.app.task(key="{key}", subject="{key}", retry=RetryPolicy(max_attempts=2, base=1.0))
@@ -85,7 +85,7 @@ class Scene:
                 await transaction.execute(statement)
 
     async def send(self, name: str, key: str, client: str = "sender") -> Receipt[Any]:
-        """Send, and note what was asked and answered; every error but the promised one is a failure."""
+        """Send, and record the request and the answer; any error but ``StoreUnavailableError`` fails the test."""
         self.journal.invoke(client, f"{name}:{key}")
         try:
             receipt = await self.app.tasks[name].send(key)
@@ -114,7 +114,7 @@ class Scene:
         return receipt
 
     async def _ordered(self, key: str) -> bool:
-        """Do as the error says: look for what was written, as soon as there is somebody to ask."""
+        """Look up the row once the store can be reached, as the error's text advises."""
 
         async def found() -> list[Any]:
             return await self.app.store.fetch(self.sql("SELECT key FROM orders WHERE key = ?"), [key])
@@ -122,12 +122,12 @@ class Scene:
         return bool(await until_accepted(found))
 
     async def send_next(self, sender: int, count: int) -> Receipt[Any]:
-        """Send what this sender sends as its so manieth: each kind of message in its turn."""
+        """Send the sender's ``count``-th message; the kinds of messages take turns."""
         name, key = ("pay", "plain", "flaky", "rows")[count % 4], f"{sender}.{count}"
         return await (self.order(key) if name == "rows" else self.send(name, key))
 
     async def ended(self) -> bool:
-        """Whether nothing is alive any more."""
+        """Whether no message is alive any more."""
         return not any(counts.scheduled or counts.leased for counts in (await self.app.count()).values())
 
     async def records(self) -> list[Record]:
@@ -144,7 +144,7 @@ class Scene:
     async def verdict(self, *, crashes_max: int = 0) -> Sequence[Record]:
         """Fail unless every message is done, with one effect, none lost, and no attempt used up by the fault.
 
-        A claim whose answer was lost looks like a crash, of which the first ones are held against nobody.
+        A claim with a lost answer looks like a crash; the first crashes of a message have no consequence.
         """
         records, orders = await self.records(), await self.app.store.fetch("SELECT key FROM orders ORDER BY key")
         finals = []
@@ -167,14 +167,14 @@ class Scene:
         return records
 
     def _check_orders(self, orders: list[str]) -> None:
-        """A row of the sender's is there once if its message is, and not at all if not."""
+        """A row of the sender exists once if its message was accepted, and at most once otherwise."""
         assert len(orders) == len(set(orders)), orders
         accepted = {e.key.removeprefix("pay:") for e in self.journal.entries if (e.client, e.event) == ("shop", "ok")}
         assert accepted <= set(orders)
 
 
 async def until(true: Callable[[], Awaitable[bool]], *, within: float = SECONDS_MAX, every: float = 0.02) -> None:
-    """Wait until it is true, and fail when that takes too long."""
+    """Wait until the condition is true; fail if that takes too long."""
     give_up_at = asyncio.get_running_loop().time() + within
     while True:
         if await true():
@@ -184,7 +184,7 @@ async def until(true: Callable[[], Awaitable[bool]], *, within: float = SECONDS_
 
 
 async def until_accepted(call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Do as a careful sender does: try again, because the message has a key."""
+    """Retry as a careful sender does, which is safe because the message has a key."""
     while True:
         try:
             return await call()

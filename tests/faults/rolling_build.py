@@ -1,4 +1,4 @@
-"""Two builds of one application: ``BUILD=new`` has an argument with a default more than ``BUILD=old``, everywhere.
+"""Two builds of one application: with ``BUILD=new`` each task and workflow has one more argument, with a default.
 
 Run as a program it sends: ``python rolling_build.py FIRST LAST``.
 """
@@ -9,10 +9,11 @@ import asyncio
 import os
 import sys
 
-from onefold import App, Context, Run, refusing
+from onefold import App, Context, Run
+from onefold.worker import refusals as refusing
 
 NEW = os.environ.get("BUILD") == "new"
-#: What a message waits for a newer worker at first, and at most: a deployment of a few seconds.
+#: The first and the longest wait of a message for a newer worker, shortened to fit a deployment of a few seconds.
 refusing.UNSUPPORTED_SECONDS, refusing.UNSUPPORTED_SECONDS_MAX = 0.2, 0.4
 
 app = App()
@@ -40,8 +41,8 @@ if NEW:
     async def flow(run: Run, number: int, extra: str = "x") -> None:
         await run.step(_step, number)
         await run.sleep(0.3)
-        # Equal to the default, so it is the same call to a worker of the older build, which may go on with this run.
-        # Another value would be other code, and needs another version= of the workflow.
+        # Equal to the default, so it is the same call to a worker of the older build, which may continue this run.
+        # Another value would be changed code, and needs another version= of the workflow.
         await run.child(plain, 100_000 + number, extra="x")
 
 else:
@@ -62,7 +63,7 @@ else:
 
 
 async def send(first: int, last: int) -> None:
-    """Send one message of each kind for each number; ``said`` says something that only the newer build knows."""
+    """Send one message of each kind for each number; only the newer build knows the argument ``said``."""
     async with app:
         for number in range(first, last):
             await app.tasks["plain"].send(number)

@@ -1,4 +1,4 @@
-"""One row that the store cannot cope with, among others that are in order."""
+"""One row that the store cannot process, among others that are fine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import apsw
 import psycopg
 
 from onefold import App, Query, State
-from onefold.envelope import Envelope
-from onefold.options import SendOptions
+from onefold.message.envelope import Envelope
+from onefold.tasks.options import SendOptions
 from onefold.testing.transport import MemoryTransport
 
-#: What is in order is done within this time, however long the other row is looked at.
+#: The other messages are done within this time, however long the bad row is looked at.
 DONE_SECONDS_MAX = 15.0
-#: Long enough to send a few messages and to change their rows.
+#: Long enough to send a few messages and to change their rows before they are due.
 DUE_SECONDS = 0.3
-#: The largest number that both engines can keep.
+#: The largest number that both engines can store.
 LARGEST = 2**63 - 1
 
 
 class Shop:
-    """An app with a plain task, one with numbered lines and one with a limit."""
+    """An app with a plain task, one with sequence numbers and one with a limit."""
 
     def __init__(self, url: str, *, receives: bool = False) -> None:
         self.url = url
@@ -48,7 +48,7 @@ class Shop:
         self.plain, self.lined, self.limited = plain, lined, limited
 
     def write(self, statement: str, *parameters: Any) -> None:
-        """Change rows behind the store's back; the tables have the same names on both engines but for a prefix."""
+        """Change rows without the store; the tables have the same names on both engines but for a prefix."""
         if self.url.startswith("sqlite"):
             connection = apsw.Connection(self.url.removeprefix("sqlite:///"))
             connection.execute(statement.replace("onefold.", "onefold_").replace("%s", "?"), parameters)
@@ -58,21 +58,21 @@ class Shop:
                 direct.execute(statement, parameters)  # type: ignore[arg-type]
 
     def overtax(self, message_id: str) -> None:
-        """Let the next claim of this message be one too many for its fence."""
+        """Set the fence so high that the next claim of this message overflows it."""
         self.write(f"UPDATE onefold.delivery SET fence = {LARGEST} WHERE {self.names('delivery', message_id)}")
 
     def garble(self, message_id: str) -> None:
-        """Let what the message's row says about itself be no JSON."""
+        """Write headers into the message's row that are not JSON."""
         self.write("UPDATE onefold.message SET headers = %s WHERE id = %s", b"{'", message_id)
 
     def names(self, table: str, message_id: str) -> str:
-        """Return the condition by which a table's rows of one message are found."""
+        """Return the SQL condition that selects a message's rows of a table."""
         if self.url.startswith("sqlite"):
             return f"seq = (SELECT seq FROM onefold_message WHERE id = '{message_id}')"
         return f"{'message_id' if table == 'attempt' else 'id'} = '{message_id}'"
 
     async def work_until(self, true: Callable[[], Awaitable[bool]]) -> None:
-        """Work until it is true; a worker that ends before is an error."""
+        """Work until the condition is true; a worker that ends before that is an error."""
         working = asyncio.create_task(self.app.work(lease=2.0))
         try:
             async with asyncio.timeout(DONE_SECONDS_MAX):
@@ -92,7 +92,7 @@ class Shop:
 
 
 def wire(id_: str, **fields: Any) -> Envelope:
-    """Return an envelope as a program of somebody else would publish it."""
+    """Return an envelope as a foreign program would publish it."""
     given: dict[str, Any] = {
         "id": id_,
         "message_type": "plain",
@@ -106,8 +106,8 @@ def wire(id_: str, **fields: Any) -> Envelope:
     return Envelope(**{**given, **fields})
 
 
-async def a_number_at_the_limit_stops_nobody(url: str) -> None:
-    """The largest number of a line has ended, and the line goes on with a small one, as older versions allowed."""
+async def a_number_at_the_limit_stops_no_worker(url: str) -> None:
+    """The largest sequence number of a line has ended; the line continues with a small one, as older versions did."""
     shop = Shop(url)
     await shop.app.migrate()
     async with shop.app:
@@ -127,11 +127,11 @@ async def a_number_at_the_limit_stops_nobody(url: str) -> None:
 
 
 async def a_bad_row_ends_alone(url: str, spoil: Callable[[Shop, str], None]) -> None:
-    """Of several due messages of every kind one of each is spoiled: it is a dead letter, and the others are done."""
+    """Of several due messages one of each kind is spoiled: it becomes a dead letter, and the others are done."""
     shop = Shop(url)
     await shop.app.migrate()
     async with shop.app:
-        # Due together, after all of them were sent, and the bad ones first.
+        # Due together, after all of them were sent, with the bad ones first.
         first: SendOptions = {"delay": DUE_SECONDS}
         then: SendOptions = {"delay": DUE_SECONDS + 0.01}
         bad = [

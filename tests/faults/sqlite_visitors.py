@@ -1,4 +1,4 @@
-"""What opens a store's file beside the store: scenes that the tests and their mutants share."""
+"""Programs that open a store's file beside the store: scenarios shared by the tests and their mutants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onefold import App, SecondLibraryError, StoreReplacedError
 
 SENDS = 10
 
-#: A program with another SQLite library than the store's: it comes, reads and goes.
+#: A program with another SQLite library than the store's: it opens the file, reads and closes it.
 VISITOR = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1])
@@ -24,7 +24,7 @@ connection.execute("SELECT count(*) FROM onefold_inbox").fetchall()
 connection.close()
 """
 
-#: What another process finds, with the damage, if any.
+#: Prints the messages that another process finds, and the damage if there is any.
 LOOK = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1])
@@ -44,16 +44,16 @@ def app_on(path: Path, **given: object) -> App:
 
 
 def in_another_process(program: str, path: Path) -> list[str]:
-    """Run a program on the file and return what it printed."""
+    """Run a program on the file and return its output."""
     command = [sys.executable, "-c", program, str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
 
 
 def second_app_then_visitor(path: Path) -> None:
-    """Two apps of one process on one file, one of which closes; then another process comes and goes.
+    """Two apps of one process open one file and one closes it; then another process opens and closes it.
 
-    The other process finds the file in use, so it leaves the log alone, and all that is accepted afterwards is there
-    for other processes although the app never closed.
+    The other process finds the file in use, so it leaves the log alone; messages accepted afterwards are visible to
+    other processes although the app never closed the file.
     """
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def sqlite3_beside_the_store(path: Path) -> None:
 
 
 def look_with_sqlite3(path: Path) -> str:
-    """Read from the file as a web view or an ORM does, and return why that was refused, if it was."""
+    """Read from the file as a web view or an ORM does, and return the reason if that was refused."""
     try:
         connection = sqlite3.connect(path)
     except SecondLibraryError as error:
@@ -100,14 +100,14 @@ def look_with_sqlite3(path: Path) -> str:
 
 
 def move_away(path: Path) -> None:
-    """Rename the file and those beside it."""
+    """Rename the file and its log."""
     for suffix in ("", "-wal", "-shm"):
         if (one := Path(f"{path}{suffix}")).exists():
             one.rename(f"{path}.old{suffix}")
 
 
 def moved_file_accepts_nothing(path: Path, act: Callable[[Path], None] = move_away, driver: str = "apsw") -> None:
-    """Another file, or none, has the name of the store's file: every verb that commits says so."""
+    """Another file, or none, has the name of the store's file: every call that commits reports it."""
 
     async def main() -> None:
         async with app_on(path, driver=driver) as app:

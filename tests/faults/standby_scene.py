@@ -1,4 +1,4 @@
-"""Everything that a store answers, while its commits wait for a synchronous standby that does not come."""
+"""All operations of a store while their commits wait for a synchronous standby that does not exist."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import pytest
 
 from onefold import CommitUnknownError, StoreUnavailableError
 from onefold.clock import SystemClock, new_id, system_random
-from onefold.codec import fingerprint_of
-from onefold.envelope import UNKEYED, Envelope
-from onefold.step import Step, StepKind
+from onefold.message.codec import fingerprint_of
+from onefold.message.envelope import UNKEYED, Envelope
 from onefold.store import Done, Lease
-from onefold.stores.postgres import PostgresStore, connection
+from onefold.store.journal_lines import Line, LineKind
+from onefold.store.postgres import PostgresStore
+from onefold.store.postgres.wire import connect as connection
 from onefold.testing.servers import PostgresServer
 
-#: The real ones are thirty times as long.
+#: The real values are thirty times as long.
 PATIENCE, ANSWER_SECONDS = 0.3, 0.3
-#: All operations give up within this time, each trying for as long as it may.
+#: All operations give up within this time, although each may retry.
 GIVE_UP_SECONDS_MAX = 30.0
 
-#: Commits until the server has read its settings.
+#: Commits to wait until the server has read its settings.
 PROBES_MAX = 1_000
 
 WAYS = ("cancel", "terminate", "fast", "immediate")
@@ -33,14 +34,14 @@ _END: Mapping[str, LiteralString] = {
     "cancel": "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'",
     "terminate": "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'",
 }
-#: What tells on any server whether an answered operation is there: by the message's id, and its fence if it has one.
+#: Whether an answered operation is on a server: looked up by the message's id, and its fence if it has one.
 _PRESENT: Mapping[str, LiteralString] = {
     "put": "SELECT count(*) FROM onefold.message WHERE id = %s::uuid AND %s >= 0",
     "claim": "SELECT count(*) FROM onefold.inbox WHERE id = %s::uuid AND fence >= %s",
     "settle": "SELECT count(*) FROM onefold.outcome WHERE id = %s::uuid AND fence = %s",
     "record": "SELECT count(*) FROM onefold.step WHERE message_id = %s::uuid AND %s >= 0",
 }
-#: What was answered as done: the operation, the message and the fence.
+#: An operation that was answered as done: its name, the message and the fence.
 Answered = tuple[str, str, int]
 
 _clock = SystemClock()
@@ -64,7 +65,7 @@ def message(key: str | None = None, *, queue: str = "sent") -> Envelope:
 
 @contextmanager
 def short_waits() -> Iterator[None]:
-    """Let nothing wait for an answer for as long as it really would."""
+    """Shorten the time to wait for an answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "ANSWER_SECONDS", ANSWER_SECONDS)
         patch.setitem(connection._ANSWERS, "handlers", ANSWER_SECONDS)  # type: ignore[call-overload]
@@ -72,7 +73,7 @@ def short_waits() -> Iterator[None]:
 
 
 class Waiters:
-    """Operations of every kind on one store, and which of them were answered as done."""
+    """Operations of every kind on one store, and those that were answered as done."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -82,7 +83,7 @@ class Waiters:
         self._leases: list[Lease] = []
 
     async def prepare(self) -> None:
-        """While the standby is there: messages to be claimed, and leases to be settled and to record for."""
+        """With the standby: store messages to claim, and claim leases to settle and to record for."""
         await self.store.migrate()
         await self.store.open()
         await self.store.put([message(queue="held") for _ in range(4 * len(WAYS))])
@@ -96,7 +97,7 @@ class Waiters:
         return await self.store.claim([queue], types=["charge"], limit=limit, lease=600, worker="w")
 
     def operations(self, way: str) -> list[Coroutine[Any, Any, None]]:
-        """Return one operation of each kind, none of which may be answered as done while nothing is replicated."""
+        """Return one operation of each kind; none may be answered as done while nothing is replicated."""
         settled, concluded, recorded, both = (self._leases.pop() for _ in range(4))
         many = [message(f"{way}-{number}") for number in range(20)]
         return [
@@ -131,19 +132,19 @@ class Waiters:
         self.answered.append(("settle", lease.id, lease.fence))
 
     async def _record(self, lease: Lease) -> None:
-        await self.store.record(lease, [Step("a", StepKind.RESULT, b"1")])
+        await self.store.record(lease, [Line("a", LineKind.RESULT, b"1")])
         self.answered.append(("record", lease.id, 0))
 
     async def _record_in_a_transaction(self, lease: Lease) -> None:
         async with self.store.transaction() as transaction:
-            await transaction.record(lease, [Step("a", StepKind.RESULT, b"1")])
+            await transaction.record(lease, [Line("a", LineKind.RESULT, b"1")])
         self.answered.append(("record", lease.id, 0))
 
     async def _claim_one(self) -> None:
         self.answered += [("claim", lease.id, lease.fence) for lease in await self.claim("waiting", 1)]
 
     async def end_all(self, way: str, server: PostgresServer) -> None:
-        """Begin every operation, end their commits in this way until each has been answered or given up."""
+        """Start every operation, and end their commits in this way until each is answered or given up."""
         tasks = [asyncio.create_task(one) for one in self.operations(way)]
         give_up_at = asyncio.get_running_loop().time() + GIVE_UP_SECONDS_MAX
         restarted = False
@@ -170,19 +171,19 @@ def _all_wait(url: str, number: int) -> bool:
 
 
 def ask(url: str, statement: LiteralString, *parameters: Any) -> list[tuple[Any, ...]]:
-    """Ask a server directly, without waiting for any standby."""
+    """Query a server directly, without waiting for a standby."""
     with psycopg.connect(url, autocommit=True, options="-c synchronous_commit=local") as direct:
         cursor = direct.execute(statement, parameters or None)
         return cursor.fetchall() if cursor.description else []
 
 
 def absent(url: str, answered: list[Answered]) -> list[Answered]:
-    """Return what was answered as done and is not on this server."""
+    """Return the operations that were answered as done and are not on this server."""
     return [one for one in answered if not ask(url, _PRESENT[one[0]], one[1], one[2])[0][0]]
 
 
 async def ended_waits_are_not_answered(way: str, server: PostgresServer, url: str) -> None:
-    """Without any standby nothing is replicated, so nothing may be answered as done; with it, everything goes on."""
+    """Without a standby nothing is replicated, so nothing may be answered as done; once released, work continues."""
     waiters = Waiters(url)
     await waiters.prepare()
     try:
@@ -200,10 +201,10 @@ async def ended_waits_are_not_answered(way: str, server: PostgresServer, url: st
 
 
 def require_standby(server: PostgresServer) -> None:
-    """Let every commit wait for a standby that does not exist."""
+    """Make every commit wait for a standby that does not exist."""
     ask(server.url(), "ALTER SYSTEM SET synchronous_standby_names = 'nowhere'")
     ask(server.url(), "SELECT pg_reload_conf()")
-    # The server reads its settings when it gets round to it.
+    # The server reads its settings some time later.
     for _ in range(PROBES_MAX):
         probe = threading.Thread(target=_commit, args=[server.url()])
         probe.start()
@@ -220,6 +221,6 @@ def _commit(url: str) -> None:
 
 
 def release_standby(server: PostgresServer) -> None:
-    """Let no commit wait any more."""
+    """Let commits succeed without a standby."""
     ask(server.url(), "ALTER SYSTEM RESET synchronous_standby_names")
     ask(server.url(), "SELECT pg_reload_conf()")

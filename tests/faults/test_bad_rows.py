@@ -1,4 +1,4 @@
-"""One row that the store cannot cope with ends alone: no claim, settle or listing fails for the others."""
+"""A row that the store cannot process ends alone: no claim, settle or listing fails for the others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import redis
-from row_scene import LARGEST, Shop, a_bad_row_ends_alone, a_number_at_the_limit_stops_nobody, wire
+from row_scene import LARGEST, Shop, a_bad_row_ends_alone, a_number_at_the_limit_stops_no_worker, wire
 
 from onefold import EnvelopeError, OnefoldError, Query, RetryPolicy, State, limits
-from onefold.transports.redis import RedisTransport
+from onefold.brokers.redis import RedisTransport
 
 
 def test_a_number_at_the_limit_stops_no_worker(store_url: str) -> None:
-    """Comparing numbers of a line must not overflow: it would end every claim of every worker."""
-    asyncio.run(a_number_at_the_limit_stops_nobody(store_url))
+    """Comparing sequence numbers of a line must not overflow: that would fail every claim of every worker."""
+    asyncio.run(a_number_at_the_limit_stops_no_worker(store_url))
 
 
 def test_a_number_above_the_limit_is_refused_at_the_call(sqlite_url: str) -> None:
@@ -41,12 +41,12 @@ def test_a_number_above_the_limit_is_refused_at_the_call(sqlite_url: str) -> Non
 def test_a_row_that_cannot_be_claimed_or_read_is_a_dead_letter_and_the_others_are_done(
     spoil: Callable[[Shop, str], None], store_url: str
 ) -> None:
-    """Faults 15 and 18: plain, in a line and behind a limit; it is set aside with the reason ``damaged``."""
+    """Faults 15 and 18: a plain one, one in a line and one behind a limit are set aside with the reason ``damaged``."""
     asyncio.run(a_bad_row_ends_alone(store_url, spoil))
 
 
 def test_a_failure_that_cannot_be_read_is_shown_as_such(store_url: str) -> None:
-    """Fault 15: neither the list of dead letters nor that of attempts fails, and no database is called damaged."""
+    """Fault 15: the lists of dead letters and of attempts still work, and the database is not called damaged."""
     shop = Shop(store_url)
 
     @shop.app.task(retry=RetryPolicy(max_attempts=1))
@@ -74,7 +74,7 @@ def test_a_failure_that_cannot_be_read_is_shown_as_such(store_url: str) -> None:
 
 
 def test_a_number_from_the_wire_counts_only_where_the_task_has_an_order(store_url: str) -> None:
-    """An entry cannot give a task without order lines whose numbers it chooses; too large ones are refused."""
+    """A foreign entry cannot put a task without order into lines of its choice; numbers too large are refused."""
     shop = Shop(store_url, receives=True)
 
     async def scenario() -> None:
@@ -94,7 +94,7 @@ def test_a_number_from_the_wire_counts_only_where_the_task_has_an_order(store_ur
 
 
 def test_entries_of_redis_with_the_largest_number_stop_no_worker(store_url: str, redis_url: str) -> None:
-    """Two entries to a task without order once stopped every worker on PostgreSQL."""
+    """Two such entries to a task without order must not overflow the claim on PostgreSQL."""
     shop = Shop(store_url)
     shop.app.receive(RedisTransport(redis_url, group="g"), "orders", types=["plain"])
 
@@ -132,7 +132,7 @@ def test_entries_of_redis_with_the_largest_number_stop_no_worker(store_url: str,
 _FOREVER = timedelta(seconds=limits.INSTANT_MAX / 1e6)
 
 
-#: Values at the edges of what the options take, and beyond.
+#: Values at the limits of the options, and beyond.
 _EDGES: tuple[dict[str, Any], ...] = (
     {"delay": timedelta.max},
     {"delay": _FOREVER},
@@ -150,8 +150,8 @@ _EDGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_options_at_their_limits_are_refused_or_stop_nobody(store_url: str) -> None:
-    """Instants, windows and ranks are added up in the stores: no value that is accepted makes a statement fail."""
+def test_options_at_their_limits_are_refused_or_stop_no_worker(store_url: str) -> None:
+    """Stores add instants, windows and ranks: no accepted value makes a statement overflow."""
     shop = Shop(store_url)
 
     async def scenario() -> None:

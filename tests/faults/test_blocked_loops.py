@@ -15,19 +15,19 @@ import pytest
 from onefold import App
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.errors import StoreUnavailableError
-from onefold.guarding import Guard
-from onefold.settling import Held
+from onefold.handlers.lease import Held
 from onefold.store import Lease, Query, State, Store
 from onefold.testing import FakeClock
+from onefold.worker.thread_renewer import ThreadRenewer
 
-#: The shortest lease there is, and a handler that blocks for longer than a takeover takes on any store.
+#: The shortest possible lease, and a handler that blocks for longer than a takeover takes on any store.
 LEASE_SECONDS = 1.0
 BLOCK_SECONDS = 4.0
 SECONDS_MAX = 30.0
 
 
 class Rivals:
-    """Two embedded workers on one database, each on an event loop of its own, with handlers that block theirs."""
+    """Two embedded workers on one database, each on its own event loop, with handlers that block it."""
 
     def __init__(self, url: str, block: Callable[[float], object]) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class Rivals:
         return app
 
     async def compete(self) -> Any:
-        """Let the second work while the handler of the first blocks; return what became of the message."""
+        """Let the second worker run while the handler of the first blocks; return the message's record."""
         first, second = self.app("first"), self.app("second")
         await first.migrate()
         loops: list[asyncio.AbstractEventLoop] = []
@@ -74,7 +74,7 @@ class Rivals:
 
 
 def runs_once(url: str, block: Callable[[float], object]) -> None:
-    """Check that no other worker runs what the blocked one holds."""
+    """Check that no other worker runs the message of the blocked one."""
     rivals = Rivals(url, block)
     record = asyncio.run(rivals.compete())
     assert rivals.runs == ["first"]
@@ -84,13 +84,13 @@ def runs_once(url: str, block: Callable[[float], object]) -> None:
 def test_a_handler_that_blocks_its_loop_for_four_leases_runs_once(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under a lease of one second a handler sleeps for four without giving way, beside a worker with nothing to do."""
+    """Under a lease of one second a handler sleeps for four without yielding, beside an idle worker."""
     runs_once(store_url, time.sleep)
     assert not [one for one in caplog.records if "lease_lost" in one.getMessage()]
 
 
 def test_what_a_blocked_worker_has_only_fetched_is_run_by_others(store_url: str) -> None:
-    """After a lease without a sign of the event loop its fetched messages are handed back, and count as no crash."""
+    """After a lease without progress of the event loop its fetched messages are handed back, not counted as crashes."""
     block = threading.Event()
 
     def make() -> App:
@@ -137,7 +137,7 @@ def test_what_a_blocked_worker_has_only_fetched_is_run_by_others(store_url: str)
 
 @pytest.mark.deep
 def test_a_handler_that_computes_for_four_leases_runs_once(store_url: str) -> None:
-    """The same with a handler that keeps a core busy in Python: threads share the interpreter, and that is enough."""
+    """The same with a handler that computes in Python: threads share the interpreter, so the renewing thread runs."""
     runs_once(store_url, _compute)
 
 
@@ -148,7 +148,7 @@ def _compute(seconds: float) -> None:
 
 
 class _Twin:
-    """A store in the guard's thread; ``trouble`` is called before every call of it."""
+    """A store in the renewing thread; ``trouble`` is called before each of its calls."""
 
     def __init__(self, trouble: Callable[[str], object]) -> None:
         self._trouble = trouble
@@ -181,11 +181,11 @@ class _Twin:
 
 @asynccontextmanager
 async def _guarded(twin: _Twin, *ids: str) -> AsyncIterator[dict[str, Held]]:
-    """Hold leases that nothing but a guard renews."""
+    """Hold leases that only the renewing thread renews."""
     clock = SystemClock()
     until = clock.steady() + round(LEASE_SECONDS * MICROSECONDS)
     held = {id_: Held(cast(Lease, _Named(id_)), until) for id_ in ids}
-    guard = Guard(cast(Store, twin), clock, held, LEASE_SECONDS)
+    guard = ThreadRenewer(cast(Store, twin), clock, held, LEASE_SECONDS)
     guard.start()
     try:
         yield held
@@ -203,7 +203,7 @@ class _Named:
 
 
 async def _renewed(held: Held) -> None:
-    """Wait until a lease was prolonged."""
+    """Wait until a lease was extended."""
     until = held.until
     async with asyncio.timeout(SECONDS_MAX):
         while held.until == until:
@@ -211,7 +211,7 @@ async def _renewed(held: Held) -> None:
 
 
 def test_a_late_lease_is_renewed_through_a_store_of_the_thread() -> None:
-    """What was lost is not prolonged, and nothing is marked: the event loop asks for itself."""
+    """A lost lease is not extended, and the event loop is not told: it finds out by its own renewal."""
 
     async def main() -> None:
         twin = _Twin(lambda _: None)
@@ -226,7 +226,7 @@ def test_a_late_lease_is_renewed_through_a_store_of_the_thread() -> None:
 
 
 def test_a_lease_that_the_event_loop_renews_needs_no_second_store() -> None:
-    """The thread looks and opens nothing while renewals are in time."""
+    """The thread opens no store while the event loop renews in time."""
 
     async def main() -> None:
         twin = _Twin(lambda _: None)
@@ -262,7 +262,7 @@ def test_a_store_that_the_thread_cannot_reach_is_tried_again(caplog: pytest.LogC
 
 
 def test_a_stop_does_not_wait_for_a_renewal_under_way() -> None:
-    """A renewal without an answer is cancelled and its store closed."""
+    """A renewal that gets no answer is cancelled and its store is closed."""
 
     async def main() -> None:
         twin = _Twin(lambda _: None)
@@ -275,13 +275,13 @@ def test_a_stop_does_not_wait_for_a_renewal_under_way() -> None:
 
 
 def test_a_guard_without_a_second_store_or_real_time_starts_nothing(sqlite_url: str) -> None:
-    """Databases in memory, simulations and tests with a clock of their own are renewed on the event loop alone."""
+    """Databases in memory, simulations and tests with a fake clock are renewed by the event loop alone."""
 
     async def main() -> None:
         for app in (App("sqlite:///:memory:"), App(sqlite_url, clock=FakeClock())):
             async with app:
                 assert app.store.twin() is None
-                guard = Guard(app.store, SystemClock(), {}, LEASE_SECONDS)
+                guard = ThreadRenewer(app.store, SystemClock(), {}, LEASE_SECONDS)
                 guard.start()
                 assert not [one for one in threading.enumerate() if one.name == "onefold-guard"]
                 await guard.stop()

@@ -1,4 +1,4 @@
-"""A worker that is told to stop ends in time, whatever its store does: every store call is bounded then (M45)."""
+"""A worker that is told to stop ends in time, because every call of its store is bounded from then on."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import pytest
 from standby_scene import release_standby, require_standby
 
 from onefold import App, Query, State, limits
-from onefold.stores.postgres import store as postgres_store
-from onefold.stores.sqlite import connection as sqlite_connection
+from onefold.store.postgres import store as postgres_store
+from onefold.store.sqlite import connection as sqlite_connection
 from onefold.testing.servers import PostgresServer
 
-#: Far below what waiting for every answer would take, far above what a busy machine takes.
+#: Far less than waiting for every answer would take, far more than a busy machine needs.
 STOPPED_SECONDS_MAX = 20.0
 
 pytestmark = pytest.mark.alone
 
 
 class Blockade:
-    """Keeps every commit of a store from being answered: no standby comes, or another program has the write lock."""
+    """Blocks every commit of a store: no standby confirms, or another program holds the write lock."""
 
     def __init__(self, url: str, server: PostgresServer | None) -> None:
         self._url = url
@@ -60,7 +60,7 @@ def blockade(store_url: str, request: pytest.FixtureRequest) -> Blockade:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the bounds be short; the ones inside the stores are what they are, except SQLite's for a lock."""
+    """Shorten the bounds of the worker, and SQLite's wait for a lock; the other bounds of the stores stay."""
     monkeypatch.setattr(limits, "STOP_STORE_SECONDS", 0.5)
     monkeypatch.setattr(postgres_store, "_CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(sqlite_connection, "BUSY_SECONDS_MAX", 1.0)
@@ -69,7 +69,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("when", ["settling", "claiming", "sending"])
 def test_an_embedded_worker_stops_in_time(when: str, store_url: str, blockade: Blockade) -> None:
-    """While it settles what its handlers have done, while it claims, and while others of its process send."""
+    """While it settles finished handlers, while it claims, and while other tasks of its process send."""
     app = App(store_url)
     begun = asyncio.Event()
     go_on = asyncio.Event()
@@ -108,9 +108,9 @@ def test_an_embedded_worker_stops_in_time(when: str, store_url: str, blockade: B
 WORKER = """
     import sys
     from onefold import limits
-    from onefold.stores.postgres import store
+    from onefold.store.postgres import store
     limits.STOP_STORE_SECONDS = store._CLOSE_SECONDS = 0.5
-    from onefold.cli import main
+    from onefold.cli.main import main
     sys.argv[1:] = ["worker", "stop_app:app", "--stop-after", "0.5", "--lease", "60", "--processes", "2"]
     main()
 """
@@ -131,7 +131,7 @@ APP = """
 
 
 def test_a_supervisor_stops_in_time(store_url: str, blockade: Blockade, tmp_path: Path) -> None:
-    """Its processes settle, claim and tick, and it keeps house itself, while no commit is answered."""
+    """Its processes settle, claim and tick and the supervisor does its own upkeep, while no commit is answered."""
     (tmp_path / "stop_app.py").write_text(textwrap.dedent(APP))
 
     async def prepare() -> None:
@@ -156,7 +156,7 @@ def test_a_supervisor_stops_in_time(store_url: str, blockade: Blockade, tmp_path
             assert time.monotonic() < give_up_at, (tmp_path / "log").read_text()
             time.sleep(0.05)
         with blockade.closed():
-            time.sleep(0.6)  # some handlers end and want to be settled
+            time.sleep(0.6)  # some handlers end, and their messages are to be settled
             began = time.monotonic()
             worker.send_signal(signal.SIGTERM)
             worker.wait(STOPPED_SECONDS_MAX)
@@ -179,7 +179,7 @@ async def _migrated(url: str) -> None:
 
 
 def _nothing_is_lost(url: str, *, at_least: int) -> None:
-    """Every message is done, or will be when its lease is over."""
+    """Check that every message is done, or will be when its lease is over."""
 
     async def look() -> None:
         async with App(url) as app:

@@ -1,6 +1,7 @@
-"""A SQLite file that is damaged, foreign or not to be written: refused in plain words, and never written over.
+"""A SQLite file that is damaged, foreign or read-only is refused with the reason, and never overwritten.
 
-``tests/unit/test_sqlite_files.py`` has the single cases; here are many, at random places, with everything used.
+``tests/unit/store/sqlite/test_sqlite_connection.py`` has the single cases; these tests damage many random places and
+then use every operation.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from fault_scene import Scene, run
 
 from onefold import ConfigurationError, OnefoldError
 from onefold.store import Query
-from onefold.stores.sqlite import SQLiteStore
+from onefold.store.sqlite import SQLiteStore
 from onefold.testing import HastyClock, drain
 from onefold.testing.vfs import FaultyFiles
 
 MESSAGES = 40
 SEED = 20_262
-#: Damaged copies that are tried, of the file and of its log.
+#: How many damaged copies are tried, of the file and of its log.
 DAMAGES = 40
 MAGIC = b"SQLite format 3\0"
 
 
 async def fill(scene: Scene) -> None:
-    """Leave messages in every state behind."""
+    """Store messages in every state."""
     for number in range(MESSAGES):
         await scene.send(("pay", "plain", "flaky")[number % 3], f"k{number}")
     await drain(scene.app)
@@ -46,7 +47,7 @@ def scene_on(path: Path) -> Scene:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    """A database with messages in it, and the log that belongs to it."""
+    """The bytes of a database with messages in it, and of its log."""
     path = tmp_path_factory.mktemp("sound") / "onefold.db"
 
     async def made() -> tuple[bytes, bytes]:
@@ -74,7 +75,7 @@ def lay_out(directory: Path, database: bytes, log: bytes | None = None) -> Path:
 
 
 async def use(path: Path) -> set[str]:
-    """Use the file in every way and return the keys of the messages it has."""
+    """Use the file in every way and return the keys of its messages."""
     scene = scene_on(path)
     async with scene.app:
         await scene.send("pay", "new")
@@ -89,7 +90,7 @@ async def use(path: Path) -> set[str]:
 
 
 def used_or_refused(path: Path, where: str) -> set[str] | None:
-    """Return what was found in the file, or None when it was refused by an error of ours that names it."""
+    """Return the keys found in the file, or None if it was refused with an error of onefold that names it."""
     try:
         return run(lambda: use(path))
     except OnefoldError as error:
@@ -103,7 +104,7 @@ def used_or_refused(path: Path, where: str) -> set[str] | None:
 def test_random_damage_to_the_file_is_survived_or_refused_in_words_of_ours(
     sound: tuple[bytes, bytes], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Fault 15: no other exception, no hang, and never a fresh database in its place."""
+    """Fault 15: no other exception, no hang, and never a new database in its place."""
     database, log = sound
     chance = random.Random(SEED)
     whole = _checkpointed(tmp_path, database, log)
@@ -115,7 +116,7 @@ def test_random_damage_to_the_file_is_survived_or_refused_in_words_of_ours(
         path = lay_out(tmp_path, bytes(damaged))
         found = used_or_refused(path, f"damage {number} at {start}+{length}")
         refused += found is None
-        # What could be used is the same database, not a new one.
+        # A usable file is the same database, not a new one.
         assert found is None or len(found) > 1, f"seed {SEED}, damage {number} at {start}+{length}"
         assert len(path.read_bytes()) >= len(whole) - 4096
     record_property("damaged files", DAMAGES)
@@ -125,7 +126,7 @@ def test_random_damage_to_the_file_is_survived_or_refused_in_words_of_ours(
 def test_random_damage_to_the_log_costs_at_most_its_newest_part(
     sound: tuple[bytes, bytes], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Fault 15: SQLite ends the log where its checksums do; what is before stays, and the file is sound."""
+    """Fault 15: SQLite ends the log where the checksums fail; everything before that stays, and the file is sound."""
     database, log = sound
     chance = random.Random(SEED)
     for number in range(DAMAGES // 2):
@@ -151,7 +152,7 @@ def _checkpointed(directory: Path, database: bytes, log: bytes) -> bytes:
 
 
 def test_the_database_of_another_program_keeps_everything_it_had(tmp_path: Path) -> None:
-    """Fault 15: its tables, its numbers and its rows; ours come beside them, and only if theirs are not in the way."""
+    """Fault 15: its tables, ids and rows stay; onefold's tables are added only if none of its names are in the way."""
     path = tmp_path / "theirs.db"
     connection = apsw.Connection(str(path))
     connection.execute("PRAGMA application_id = 1234; PRAGMA user_version = 77")
@@ -176,12 +177,12 @@ def test_the_database_of_another_program_keeps_everything_it_had(tmp_path: Path)
     connection.close()
 
 
-# not to be written
+# read-only files
 
 
 @pytest.fixture
 def open_directory() -> Path:
-    """A directory that everybody may enter, which pytest's own do not allow."""
+    """A directory that every user may enter, unlike those that pytest makes."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o755)
     yield directory  # type: ignore[misc]
@@ -189,8 +190,8 @@ def open_directory() -> Path:
     shutil.rmtree(directory)
 
 
-def as_nobody(work: Callable[[], str]) -> str:
-    """Run this without root's rights and return what it says."""
+def as_ordinary_user(work: Callable[[], str]) -> str:
+    """Run this as an ordinary user instead of root, and return its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -221,7 +222,7 @@ def as_nobody(work: Callable[[], str]) -> str:
 def test_a_file_or_directory_that_may_not_be_written_is_said_so(
     file: int, directory: int, open_directory: Path, sound: tuple[bytes, bytes]
 ) -> None:
-    """Fault 15: a typed error that names the file and what is wrong, and nothing is changed."""
+    """Fault 15: a typed error names the file and the problem, and nothing is changed."""
     database = _checkpointed(open_directory, *sound)
     path = lay_out(open_directory, database)
     path.chmod(file)
@@ -234,7 +235,7 @@ def test_a_file_or_directory_that_may_not_be_written_is_said_so(
             return f"ours: {error}"
         return "used"
 
-    said = as_nobody(work)
+    said = as_ordinary_user(work)
     open_directory.chmod(0o755)
     path.chmod(0o644)
     assert said.startswith("ours: "), said
@@ -244,7 +245,7 @@ def test_a_file_or_directory_that_may_not_be_written_is_said_so(
 
 
 def test_a_directory_without_rights_for_a_new_file_is_said_so(open_directory: Path) -> None:
-    """Fault 15: and no file is there afterwards."""
+    """Fault 15: no file is created."""
     open_directory.chmod(0o555)
     path = open_directory / "new.db"
 
@@ -255,14 +256,14 @@ def test_a_directory_without_rights_for_a_new_file_is_said_so(open_directory: Pa
             return f"ours: {error}"
         return "used"
 
-    said = as_nobody(work)
+    said = as_ordinary_user(work)
     assert said.startswith("ours: "), said
     assert str(path) in said
     assert list(open_directory.iterdir()) == []
 
 
 def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path) -> None:
-    """Fault 15: as far as it can be had here, a network file system: no shared memory, so no write-ahead log."""
+    """Fault 15: like a network file system, it has no memory that processes share, so the log cannot work."""
     with (
         FaultyFiles(base="unix-dotfile"),
         pytest.raises(ConfigurationError, match=r"write-ahead logging here; use another file system"),

@@ -1,4 +1,4 @@
-"""A disk that fails under SQLite: operations happen entirely or not at all, and work goes on without a restart."""
+"""A disk that fails below SQLite: operations happen entirely or not at all, and work continues without a restart."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fault_scene import Scene, run, until_accepted
 
 from onefold import StoreUnavailableError
 from onefold.store import State
-from onefold.stores.sqlite import SQLiteStore, connection
+from onefold.store.sqlite import SQLiteStore, connection
 from onefold.testing import HastyClock, drain
 from onefold.testing.vfs import FaultyFiles, FileFault, Operation
 
-#: More calls than one life makes; the loop ends earlier, when a life was not touched by its fault.
+#: More calls than one run makes; the loop ends earlier, with the first run that its fault did not hit.
 POINTS_MAX = 1_000
-#: A lasting fault is healed after the store has been in trouble this often, wherever that showed.
+#: A lasting fault is healed after the store has failed this often.
 TROUBLES_MAX = 4
-#: A caller that is refused this often after the disk was healed will always be.
+#: A caller that is still refused after this many retries on a healed disk never recovers.
 TRIES_MAX = 40
-#: A caller that was refused tries again after this long, on the clock of the test.
+#: The pause of a refused caller before it retries, on the clock of the test.
 PAUSE_SECONDS = 1.0
 
 
 class HealingClock(HastyClock):
-    """Heals the disk once somebody has waited for it a few times."""
+    """Heals the disk after a few sleeps of callers that wait for it."""
 
     def __init__(self, files: FaultyFiles) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class HealingClock(HastyClock):
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables, to be copied for every life."""
+    """A database with its tables, to be copied for every run."""
     path = tmp_path_factory.mktemp("template") / "onefold.db"
     run(Scene(SQLiteStore(str(path))).prepare)
     return path
@@ -61,7 +61,7 @@ def copy_of(template: Path, directory: Path, number: int) -> Path:
 
 
 def assert_sound(path: Path) -> None:
-    """The file passes SQLite's own check."""
+    """Check the file with SQLite's own check."""
     opened = apsw.Connection(str(path))
     try:
         assert opened.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -70,7 +70,7 @@ def assert_sound(path: Path) -> None:
 
 
 async def live(scene: Scene, clock: HastyClock, files: FaultyFiles) -> None:
-    """Do everything that is done in the life of messages, the way careful callers do it."""
+    """Do everything in the life of messages, as careful callers do it."""
     troubles = 0
 
     async def careful(call: Callable[[], Any]) -> Any:
@@ -88,7 +88,7 @@ async def live(scene: Scene, clock: HastyClock, files: FaultyFiles) -> None:
     for name in ("pay", "plain", "flaky"):
         await careful(lambda name=name: scene.send(name, "k"))
     await careful(lambda: scene.order("rows"))
-    # A duplicate is answered with the first message, whatever happened to the first answer.
+    # A duplicate is answered with the first message, even if the first answer was lost.
     assert (await careful(lambda: scene.send("pay", "k", "again"))).duplicate
     await careful(lambda: drain(scene.app))
     clock.advance(8 * 86_400.0)
@@ -100,13 +100,13 @@ async def live(scene: Scene, clock: HastyClock, files: FaultyFiles) -> None:
     await careful(purge)
 
 
-#: Each fault, and at how many calls of one life it is tried: at all of them, or at every so manieth.
+#: Each fault, and the step between the calls of a run that it hits: 1 for every call.
 FAULTS = [
     (FileFault("io error", "read"), 1),
     (FileFault("io error", "sync"), 1),
     (FileFault("io error", "sync", lasting=True), 1),
     (FileFault("io error", "truncate"), 1),
-    # A page is written in two pieces, so that an odd step meets both.
+    # A page is written in two pieces, so an odd step hits both kinds.
     (FileFault("io error", "write"), 3),
     (FileFault("io error", "write", lasting=True), 7),
     (FileFault("torn", "write"), 5),
@@ -145,7 +145,7 @@ def test_whichever_call_to_the_disk_fails_every_message_has_one_effect(
                 break
             tried += 1
     record_property("file faults", tried)
-    # Nothing is truncated while the log is short; everything else happens many times.
+    # The log is too short to be truncated here; all other operations occur many times.
     assert tried >= (0 if fault.operation == "truncate" else 8)
 
 
@@ -157,7 +157,7 @@ def _named(part: FileFault | int) -> str:
 def test_opening_on_a_disk_that_fails_is_a_typed_error_and_opening_again_works(
     operation: Operation, tmp_path: Path
 ) -> None:
-    """Fault 14: a new file is made entirely or not at all."""
+    """Fault 14: a new file is created entirely or not at all."""
 
     async def scenario(files: FaultyFiles, path: Path, at: int) -> int:
         scene = Scene(SQLiteStore(str(path)))
@@ -185,7 +185,7 @@ def test_opening_on_a_disk_that_fails_is_a_typed_error_and_opening_again_works(
 
 
 def test_whichever_lock_is_taken_while_a_new_file_is_opened_it_is_waited_for(tmp_path: Path) -> None:
-    """Fault 13: as when several processes open it at the same moment; some locks SQLite itself does not wait for."""
+    """Fault 13: as when several processes open it at the same moment; SQLite itself does not wait for some locks."""
 
     async def scenario(files: FaultyFiles, path: Path, at: int) -> int:
         files.plan(FileFault("busy", "lock", at))
@@ -202,10 +202,10 @@ def test_whichever_lock_is_taken_while_a_new_file_is_opened_it_is_waited_for(tmp
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_killed_in_the_middle_of_a_write_or_before_a_sync(operation: Operation, template: Path, tmp_path: Path) -> None:
-    """Fault 2: what was reported is there, what was not is there entirely or not at all."""
+    """Fault 2: an answered write is there; an unanswered one is there entirely or not at all."""
 
     async def die(path: Path, at: int, told: int) -> None:
-        # The layer is made in the child: nothing of it may be open when it is made.
+        # The layer is made in the child, because it must be made before any file is open.
         with FaultyFiles(durable=False) as files:
             clock = HastyClock()
             scene = Scene(SQLiteStore(str(path), clock=clock), clock)
@@ -220,7 +220,7 @@ def test_killed_in_the_middle_of_a_write_or_before_a_sync(operation: Operation, 
 
     async def look(path: Path, told: bytes) -> None:
         clock = HastyClock()
-        clock.advance(3_600.0)  # later, so that the lease of the dead has run out
+        clock.advance(3_600.0)  # so that the lease of the dead process has run out
         scene = Scene(SQLiteStore(str(path), clock=clock), clock)
         async with scene.app:
             found = await scene.records()
@@ -259,12 +259,12 @@ def test_killed_in_the_middle_of_a_write_or_before_a_sync(operation: Operation, 
     assert at > 5
 
 
-# no room
+# no space
 
 
 @pytest.fixture
 def room() -> Iterator[Callable[[int | None], None]]:
-    """Lets every database that is opened from now on grow to so many pages, as on a disk without room for more."""
+    """Limits every database opened from now on to a number of pages, like a full disk."""
     pages: int | None = None
 
     def limit(connection: apsw.Connection) -> None:
@@ -305,7 +305,7 @@ def test_a_full_disk_refuses_sends_and_lets_reads_through_until_there_is_room(
             assert await scene.app.store.fetch("SELECT count(*) FROM orders") == [(0,)]
             room(None)
             await clock.sleep(PAUSE_SECONDS)
-            # At the first try: nobody has to be started again.
+            # The first try succeeds: no process has to be restarted.
             await scene.send("plain", "0" * 250)
             await scene.order("now")
             await drain(scene.app)
@@ -330,7 +330,7 @@ print("free", flush=True)
 
 
 class Holder:
-    """A process that holds the write lock of a file for as long as the block lasts."""
+    """A process that holds the write lock of a file for the length of the block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -349,7 +349,7 @@ class Holder:
 def test_a_lock_that_another_process_keeps_is_waited_for_and_then_a_typed_error(
     template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 13: a bounded wait, no spinning, nothing lost; reads go on meanwhile."""
+    """Fault 13: a bounded wait without spinning, and nothing lost; reads continue meanwhile."""
     path = copy_of(template, tmp_path, 1)
     monkeypatch.setattr(connection, "BUSY_SECONDS_MAX", 0.6)
 
@@ -416,7 +416,7 @@ def test_a_worker_waits_out_a_lock_that_another_process_keeps(
 
 
 def test_every_transaction_begins_with_the_write_lock(template: Path, tmp_path: Path) -> None:
-    """Fault 13: one that read first and wrote later would fail at once, however long it may wait."""
+    """Fault 13: a transaction that reads first and writes later would fail at once instead of waiting."""
     path = copy_of(template, tmp_path, 1)
     begins: list[str] = []
     inside = False
@@ -426,7 +426,7 @@ def test_every_transaction_begins_with_the_write_lock(template: Path, tmp_path: 
         nonlocal inside
         words = statement.upper().split()
         if words[:3] == ["INSERT", "INTO", "ONEFOLD_ARRIVAL"]:
-            # One statement by itself, with all that its trigger runs, has the lock from its beginning.
+            # A single statement, with its triggers, takes the lock at its beginning.
             inside = moment == "before"
         if moment == "after" or not words:
             return
@@ -453,7 +453,7 @@ def test_every_transaction_begins_with_the_write_lock(template: Path, tmp_path: 
 
 
 def test_nothing_but_errors_of_ours_leaves_the_store(template: Path, tmp_path: Path) -> None:
-    """Faults 12 to 14: whichever verb meets a disk that fails for good, its error has a type of ours."""
+    """Faults 12 to 14: when the disk fails for good, every call raises an error type of onefold."""
 
     async def scenario(files: FaultyFiles) -> None:
         path = copy_of(template, tmp_path, 1)

@@ -1,4 +1,4 @@
-"""The tools of the fault tests do what they say: a proxy that breaks the network, files and servers that break."""
+"""The tools of the fault tests work: the proxy breaks the network, and files and servers fail as planned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onefold.testing.proxy import Mode, Proxy
 from onefold.testing.servers import PostgresServer
 from onefold.testing.vfs import FaultyFiles, FileFault, Operation
 
-#: Silence for this long counts as silence.
+#: Without an answer for this long, a connection counts as silent.
 SILENCE_SECONDS = 0.1
 
 
@@ -25,7 +25,7 @@ SILENCE_SECONDS = 0.1
 
 
 class Echo:
-    """A server that answers every line with the same, and remembers what it heard."""
+    """A server that answers every line with itself, and remembers the lines."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -167,7 +167,7 @@ def test_reset_ends_what_is_and_what_comes_and_counts_it() -> None:
     run(scenario)
 
 
-def test_refuse_lets_nobody_in_and_leaves_who_is_there() -> None:
+def test_refuse_rejects_new_connections_and_leaves_open_ones() -> None:
     async def scenario() -> None:
         async with proxied() as (proxy, _):
             client, port = await Client.connect(proxy), proxy.port

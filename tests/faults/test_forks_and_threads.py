@@ -1,4 +1,4 @@
-"""One app in two processes or many threads: a typed error for who has no business there, no harm for who has."""
+"""One open app in two processes or threads: a typed error for those that do not own it, no harm to the owner."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fault_scene import Scene, run
 
 from onefold import OnefoldError, StoreError
 from onefold.store import Query, State
-from onefold.stores import open_store
+from onefold.store.open import open_store
 
 #: A child that takes longer hangs.
 CHILD_SECONDS_MAX = 20.0
 THREADS = 8
-#: Whoever was harmed waits longer than this for an answer that does not come.
+#: An owner that was harmed would wait longer than this for an answer.
 UNHARMED_SECONDS_MAX = 6.0
 
 
 def verbs_of(scene: Scene) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """Every way in which a program reaches its store."""
+    """Every call by which a program reaches its store."""
     app = scene.app
 
     async def transaction() -> None:
@@ -46,7 +46,7 @@ def verbs_of(scene: Scene) -> dict[str, Callable[[], Awaitable[Any]]]:
 
 
 def in_a_child(work: Callable[[], str]) -> str:
-    """Run this in a forked process and return what it says; one that dies or hangs says so too."""
+    """Run this in a forked process and return its result; a death or a hang is a result too."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -56,7 +56,7 @@ def in_a_child(work: Callable[[], str]) -> str:
         except BaseException:
             said = traceback.format_exc()
         os.write(writing, said.encode())
-        # Neither the parent's buffers nor its exit handlers are this process's to run.
+        # Skip the exit handlers and the buffers inherited from the parent: they must run only there.
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -66,7 +66,7 @@ def in_a_child(work: Callable[[], str]) -> str:
 
 
 def refusals(verbs: dict[str, Callable[[], Awaitable[Any]]], hint: str) -> str:
-    """Return what is wrong with how these were refused, or nothing."""
+    """Return the calls that were not refused as expected, or an empty text."""
     wrong = []
     for name, verb in verbs.items():
         try:
@@ -82,7 +82,7 @@ def refusals(verbs: dict[str, Callable[[], Awaitable[Any]]], hint: str) -> str:
 
 
 async def goes_on(scene: Scene) -> None:
-    """The one whose app it is goes on, and nothing of the others is there."""
+    """Check that the owner of the app continues, and that nothing of the others was stored."""
     await scene.send("pay", "k")
     await scene.app.work(until_idle=True)
     records = await scene.verdict()
@@ -91,7 +91,7 @@ async def goes_on(scene: Scene) -> None:
 
 
 def test_a_child_that_was_forked_from_an_open_app_is_refused(store_url: str) -> None:
-    """Fault 41: every verb, with a typed error that says what to do; the parent's connections are not touched."""
+    """Fault 41: every call raises a typed error with advice; the parent's connections are not touched."""
 
     async def scenario() -> None:
         scene = Scene(open_store(store_url))
@@ -129,7 +129,7 @@ def test_a_child_that_ends_or_closes_does_no_harm_to_its_parent(store_url: str) 
 
 
 def test_a_child_can_open_an_app_of_its_own(store_url: str) -> None:
-    """Fault 41: that is what the error tells it to do."""
+    """Fault 41: the error advises this."""
 
     async def send(url: str) -> str:
         scene = Scene(open_store(url))
@@ -151,7 +151,7 @@ def test_a_child_can_open_an_app_of_its_own(store_url: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, THREADS])
 def test_an_app_used_from_another_thread_is_refused(store_url: str, at_once: int) -> None:
-    """Fault 41: the event loop it was opened in is the only one that may use it; nothing is corrupted."""
+    """Fault 41: only the event loop in which it was opened may use it; nothing is corrupted."""
     said: list[str] = []
 
     async def scenario() -> None:
@@ -176,7 +176,7 @@ def test_an_app_used_from_another_thread_is_refused(store_url: str, at_once: int
 
 
 def test_an_app_opened_in_another_event_loop_is_refused(store_url: str) -> None:
-    """Fault 41: as when it is opened in one ``asyncio.run`` and used in the next."""
+    """Fault 41: opened in one ``asyncio.run`` and used in the next, for example."""
     with asyncio.Runner() as owner:
         scene = Scene(open_store(store_url))
         owner.run(scene.prepare())
@@ -187,6 +187,6 @@ def test_an_app_opened_in_another_event_loop_is_refused(store_url: str) -> None:
 
 
 def in_a_thread(work: Callable[[], str]) -> str:
-    """Run this in a thread, where there is no event loop yet, and return what it says."""
+    """Run this in a thread, where no event loop runs, and return its result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

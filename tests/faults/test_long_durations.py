@@ -1,4 +1,4 @@
-"""A duration that no clock can hold is refused where it is named, and nothing but its own message fails of it."""
+"""A duration that no clock can hold is refused where it is given, and fails only its own message."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from row_scene import Shop
 from onefold import App, ConfigurationError, Query, Rate, Retry, RetryPolicy, Snooze, State, limits
 from onefold.clock import to_datetime
 from onefold.errors import StoreUnavailableError
-from onefold.stores import open_store
+from onefold.store.open import open_store
 
-#: None of these is a duration: beyond a century, beyond the calendar, no number, less than nothing, a truth value.
+#: No durations: longer than a century, beyond the calendar, not a number, negative, a truth value.
 WRONG = (limits.DURATION_SECONDS_MAX * 1.001, 1e300, 10**400, timedelta.max, float("inf"), float("nan"), -1, True, "5s")
 _NAMES = ("century", "calendar", "digits", "timedelta", "infinite", "nan", "negative", "bool", "text")
 
 
 def test_a_long_duration_fails_its_own_message(store_url: str) -> None:
-    """C10: snoozes, retries, sends, sleeps, signals and steps; the worker lives, and no neighbour runs twice."""
+    """Snoozes, retries, sends, sleeps, signals and steps; the worker lives, and no other message runs twice."""
     asyncio.run(a_long_duration_fails_its_own_message(store_url, lambda kind: kind.endswith("ConfigurationError")))
 
 
 def test_an_outcome_that_cannot_be_written_ends_alone(store_url: str) -> None:
-    """C10: a settlement that cannot be encoded is its own message's dead letter; the rest of its batch is settled."""
+    """A settlement that cannot be encoded makes its message a dead letter; the rest of the batch is settled."""
     asyncio.run(an_outcome_that_cannot_be_written_ends_alone(store_url))
 
 
@@ -41,7 +41,7 @@ async def _task(number: int = 0) -> None: ...
 _plain = _app.task(name="plain")(_task)
 
 
-#: Every place that takes a duration, by the name that its error gives.
+#: Every parameter that takes a duration, by the name in its error.
 _PLACES: dict[str, Callable[[Any], object]] = {
     "after": lambda wrong: Snooze(after=wrong),
     "after ": lambda wrong: Retry(after=wrong),
@@ -67,14 +67,14 @@ _PLACES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("wrong", WRONG, ids=_NAMES)
 @pytest.mark.parametrize("place", _PLACES)
 def test_every_duration_is_checked_where_it_is_named(place: str, wrong: Any) -> None:
-    """C10: the error names the field; nothing is found out later, when a store adds it to its clock."""
+    """The error names the parameter, at the call; it does not appear later, when a store adds it to its clock."""
     with pytest.raises(ConfigurationError, match=rf"{place.strip()}\b"):
         _PLACES[place](wrong)
 
 
 @pytest.mark.parametrize("wrong", [WRONG[0], 1e300, float("nan"), -1, True, "5s"], ids=str)
 def test_a_lease_and_a_stop_are_checked_too(sqlite_url: str, wrong: Any) -> None:
-    """C10: what a worker counts from its clock."""
+    """Durations that a worker adds to its clock."""
 
     async def scenario() -> None:
         async with App(sqlite_url) as app:
@@ -87,7 +87,7 @@ def test_a_lease_and_a_stop_are_checked_too(sqlite_url: str, wrong: Any) -> None
 
 @pytest.mark.parametrize("moment", ["9999-12-31", "9000-06-01", "1969-01-01", "0001-01-01"])
 def test_a_moment_outside_the_calendar_is_refused(moment: str) -> None:
-    """C10: expiry is counted from it, and must have a date too."""
+    """Expiry is counted from this moment, so the sum must be a date too."""
     with pytest.raises(ConfigurationError, match=r"at is .*1970 to 8999"):
         _plain.options(at=datetime.fromisoformat(moment).replace(tzinfo=UTC))
     for wrong in ("tomorrow", 5, datetime.fromisoformat("2027-01-01")):
@@ -114,7 +114,7 @@ def test_the_longest_duration_is_accepted_and_shown(store_url: str) -> None:
 
 
 def test_an_instant_beyond_the_calendar_is_shown_as_its_last_day() -> None:
-    """A damaged row must not keep a listing from being shown."""
+    """A damaged row must not prevent a listing."""
     assert to_datetime(2**63 - 1) == datetime.max.replace(tzinfo=UTC)
     assert to_datetime(-(2**63)) == datetime.min.replace(tzinfo=UTC)
 
@@ -122,7 +122,7 @@ def test_an_instant_beyond_the_calendar_is_shown_as_its_last_day() -> None:
 def test_a_message_that_cannot_be_settled_now_does_not_keep_others(
     store_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C10: after a few failures in a row each is tried alone; the one that is stuck is named, and settled later."""
+    """After a few failures in a row each is tried alone; the stuck one is named in the log, and settled later."""
     shop = Shop(store_url)
     blocked: set[str] = set()
     kind = type(open_store(store_url))
@@ -161,7 +161,7 @@ def test_a_message_that_cannot_be_settled_now_does_not_keep_others(
 def test_a_store_that_is_away_is_not_taken_for_a_stuck_message(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While nothing can be settled, no message is named, and then all are settled together."""
+    """While nothing can be settled, no message is named; afterwards all are settled together."""
     shop = Shop(sqlite_url)
     kind = type(open_store(sqlite_url))
     settle = kind.settle

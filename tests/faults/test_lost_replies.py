@@ -1,4 +1,4 @@
-"""The request or its answer never arrived: what was done is found out truthfully, and never done twice."""
+"""A request or its answer is lost: the caller finds out what was done, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Literal
 import pytest
 from fault_scene import Scene, run, until, until_accepted
 
-from onefold import execution
-from onefold.stores.postgres import PostgresStore
+from onefold.store.postgres import PostgresStore
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
+from onefold.worker import execution
 
-#: Statements of one operation; the loop ends earlier, when the operation had no more of them.
+#: More statements than one operation has; the loop ends earlier, with the operation's last statement.
 STATEMENTS_MAX = 80
-#: Renewals come between them when the machine is slow, so a statement may be missed; then all are lost once more.
+#: Renewals come in between when the machine is slow, so a statement may be missed; then the loop runs again.
 SWEEPS_MAX = 5
-#: Wake-ups and the listener go their own ways, at times of their own.
+#: Statements of wake-ups and of the listener, which run at times of their own.
 _OF_THE_LISTENER = ("pg_notify", "LISTEN")
 _OF_SET_UP = ("set_config(name", "system_identifier")
-#: Answers lost while everybody works.
+#: Answers lost under load.
 LOST_AT_RANDOM = 25
 
 
 class Loser:
-    """Given to a store as its trace: has its n-th statement, or the answer to it, lost on the wire."""
+    """A store's trace that makes the proxy lose its n-th statement, or the answer to it."""
 
     def __init__(self, kind: Literal["request", "reply"] = "reply") -> None:
         self.proxy: Proxy | None = None
@@ -58,7 +58,7 @@ class Loser:
 async def losing(
     server: PostgresServer, url: str, kind: Literal["request", "reply"]
 ) -> AsyncIterator[tuple[Scene, Loser]]:
-    """A scene whose server is reached through a proxy that loses what it is told to lose."""
+    """Yield a scene whose server is reached through a proxy that loses statements and answers."""
     loser = Loser(kind)
     async with Proxy("127.0.0.1", server.port) as proxy:
         scene = Scene(PostgresStore(proxy.through(url), trace=loser))
@@ -69,7 +69,7 @@ async def losing(
 
 
 async def quiet() -> None:
-    """Let wake-ups of what went before leave the wire, so that the answer that is lost is the one that is meant."""
+    """Wait until earlier wake-ups are sent, so that the intended answer is lost."""
     await asyncio.sleep(0.03)
 
 
@@ -79,7 +79,7 @@ async def send(scene: Scene, key: str) -> None:
 
 
 async def send_with_rows(scene: Scene, key: str) -> None:
-    """A session lost before the COMMIT has written nothing and is a typed error; one lost at the COMMIT is resolved."""
+    """A session lost before the COMMIT wrote nothing and is a typed error; one lost at the COMMIT is resolved."""
     await until_accepted(lambda: scene.order(key))
 
 
@@ -111,7 +111,7 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Fault 5: COMMITs among them, of a send, of a sender's transaction, of a settle and of a handler."""
+    """Fault 5: including the COMMITs of a send, a sender's transaction, a settle and a handler."""
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
     waiting, operation = OPERATIONS[name]
     wanted = {"COMMIT"} if name in ("send with rows", "handle") else set()
@@ -124,8 +124,8 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
             for task in waiting:
                 await scene.send(task, key)
             await quiet()
-            # Whether a connection is new depends on what was lost before, so a count with its statements may never
-            # come to the COMMIT.
+            # Whether a connection is new depends on earlier losses, so a count that includes its set-up may never
+            # reach the COMMIT.
             loser.arm(number, set_up=sweep == 0)
             await operation(scene, key)
             if not loser.lost:
@@ -139,7 +139,7 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
                 if wanted <= set(lost):
                     break
             await settled(scene)
-            # A claim whose answer was lost, and a session that ended under a handler's statement.
+            # A claim with a lost answer, and a session that ended during a handler's statement.
             await scene.verdict(crashes_max=2)
 
     run(scenario)
@@ -149,7 +149,7 @@ def test_whichever_answer_is_lost_it_is_found_out_what_was_done(
 
 
 async def settled(scene: Scene) -> None:
-    """Work until nothing is alive; what a lost answer had claimed waits for the end of its lease."""
+    """Work until nothing is alive; messages of a claim with a lost answer wait for the end of their lease."""
 
     async def ended() -> bool:
         await scene.app.work(until_idle=True, lease=1.0)
@@ -161,7 +161,7 @@ async def settled(scene: Scene) -> None:
 def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
     postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 5: whoever is just waiting for an answer, and whatever else is under way."""
+    """Fault 5: the losses hit random callers while others work."""
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
     chance = random.Random(20_261)
 
@@ -190,7 +190,7 @@ def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
             await until(scene.ended)
             scene.app.stop_working()
             assert await working > 0
-            # A claim whose answer was lost, and a session that ended under a handler's statement.
+            # A claim with a lost answer, and a session that ended during a handler's statement.
             await scene.verdict(crashes_max=2)
 
     run(scenario)

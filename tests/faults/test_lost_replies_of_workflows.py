@@ -1,4 +1,4 @@
-"""A workflow whose server does what it is asked while its answer is lost: each step takes effect once."""
+"""The server of a workflow does what it is asked, but its answer is lost: each step takes effect once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 from fault_scene import run, until
 from test_lost_replies import STATEMENTS_MAX, Loser, quiet
 
-from onefold import App, Context, Receipt, Run, State, execution
+from onefold import App, Context, Receipt, Run, State
 from onefold.store import Query
-from onefold.stores.postgres import PostgresStore
+from onefold.store.postgres import PostgresStore
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
+from onefold.worker import execution
 
 
 def declare(app: App) -> None:
@@ -45,7 +46,7 @@ def test_whichever_answer_is_lost_each_step_takes_effect_once(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Fault 5, H7: COMMITs of steps among them, and of the park that sends a child."""
+    """Fault 5, H7: including the COMMITs of steps, and of the parking that sends a child."""
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.05)
     lost: list[str] = []
 

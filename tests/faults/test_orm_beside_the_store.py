@@ -1,4 +1,4 @@
-"""The first set-up of most users: an ORM and onefold on one SQLite file, in one process, with workers beside it."""
+"""The usual first set-up: an ORM and onefold on one SQLite file in one process, with worker processes beside it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from onefold.store import Query
 ORDERS = 60
 ORDERS_IN_DEPTH = 4_000
 CLIENTS = 8
-#: Long enough for a busy machine; nothing that works waits for it.
+#: Long enough for a busy machine; a passing test does not wait this long.
 PATIENCE_SECONDS = 60.0
 
 
 @contextmanager
 def workers(url: str, log: Path) -> Iterator[None]:
-    """Two real worker processes below a supervisor."""
+    """Run two real worker processes below a supervisor."""
     command = [sys.executable, "-m", "onefold", "worker", "web_shop:app", "--processes", "2"]
     with log.open("wb") as written:
         process = subprocess.Popen(
@@ -48,7 +48,7 @@ def workers(url: str, log: Path) -> Iterator[None]:
 
 @contextmanager
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str) -> Iterator[tuple[Path, str]]:
-    """A file with the shop's own tables, and the URL under which everything finds it."""
+    """A file with the shop's own tables, and its URL in the environment."""
     path = tmp_path / "shop.db"
     url = f"sqlite:///{path}{options}"
     connection = sqlite3.connect(path)
@@ -60,7 +60,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str) -> Itera
 
 
 def serve(path: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Run the web application in this process, and what its clients do."""
+    """Run the web application in this process, with clients that use it."""
 
     async def main() -> None:
         web = make_web(path)
@@ -75,7 +75,7 @@ def serve(path: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> No
 
 
 async def place_orders(client: httpx.AsyncClient, number: int) -> list[str]:
-    """Send orders from several clients at once, with looks in between; return the ids of their messages."""
+    """Send orders from several clients at once, with reads in between; return the ids of their messages."""
     numbers = iter(range(number))
     ids: list[str] = []
 
@@ -104,7 +104,7 @@ async def until_done(ids: list[str]) -> None:
 
 
 def everything_is_there(path: Path, number: int) -> None:
-    """Each order once, each payment once, and a sound file, as any other program sees it."""
+    """Check in another process that each order and each payment is there once, and that the file is sound."""
     connection = sqlite3.connect(path)
     for table in ("orders", "payment"):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (number,)
@@ -128,7 +128,7 @@ OPTIONS = ["?driver=sqlite3", "?driver=sqlite3&journal=delete"]
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_with_one_library_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str) -> None:
-    """Web requests that write through the ORM and send, clients at once, worker processes beside it."""
+    """Web requests write through the ORM and send, several at once, beside worker processes."""
     orders_are_kept(tmp_path, monkeypatch, options, ORDERS)
 
 
@@ -144,7 +144,7 @@ def test_with_one_library_nothing_is_lost_for_longer(
 def test_with_two_libraries_the_second_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request that reaches for the ORM says what is wrong; messages go on, and the file is sound."""
+    """The first request that uses the ORM reports the problem; messages are still handled, and the file is sound."""
     with shop(tmp_path, monkeypatch, "") as (path, _):
 
         async def use(client: httpx.AsyncClient) -> None:
@@ -164,7 +164,7 @@ def test_with_two_libraries_the_second_is_refused_with_the_remedy(
 def test_a_web_process_that_connected_first_keeps_the_store_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine with a pool holds the file open before the app does."""
+    """An engine with a connection pool opens the file before the app does."""
     with shop(tmp_path, monkeypatch, "") as (path, url):
 
         async def main() -> None:

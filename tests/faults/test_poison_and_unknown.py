@@ -1,4 +1,4 @@
-"""Messages that no handler can deal with: they wait or end where they belong, and everything else flows."""
+"""Messages that no handler can process wait or become dead letters, while all others are handled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from onefold import App, RetryPolicy, limits
 from onefold.clock import MICROSECONDS
-from onefold.refusing import UNSUPPORTED_SECONDS, UNSUPPORTED_SECONDS_MAX, refuse
 from onefold.store import Again, Lease, Query, State
 from onefold.testing import FakeClock, HastyClock, drain
+from onefold.worker.refusals import UNSUPPORTED_SECONDS, UNSUPPORTED_SECONDS_MAX, refuse
 
 MESSAGES = 400
 #: One message in twenty.
@@ -21,7 +21,7 @@ POISON_EVERY = 20
 
 
 def old_code(url: str, clock: FakeClock) -> App:
-    """The program before a deploy: it has one task, in its first version."""
+    """The program before a deployment: it has one task, in its first version."""
     app = App(url, clock=clock)
 
     @app.task(key="{number}")
@@ -32,7 +32,7 @@ def old_code(url: str, clock: FakeClock) -> App:
 
 
 def new_code(url: str, clock: FakeClock) -> App:
-    """The program after the deploy: a task more, and a newer version of the old one."""
+    """The program after the deployment: one task more, and a newer version of the old one."""
     app = App(url, clock=clock)
 
     @app.task(key="{number}", version=2)
@@ -47,7 +47,7 @@ def new_code(url: str, clock: FakeClock) -> App:
 
 
 def test_a_task_that_old_workers_do_not_know_waits_for_a_new_one(store_url: str) -> None:
-    """Fault 18: it is not claimed, not failed, not dead, however long the rolling deploy takes."""
+    """Fault 18: it is not claimed, not failed and not dead, however long the rolling deployment takes."""
 
     async def scenario() -> None:
         clock = HastyClock()
@@ -58,7 +58,7 @@ def test_a_task_that_old_workers_do_not_know_waits_for_a_new_one(store_url: str)
             for _ in range(5):
                 beside = await old.tasks["known"].send(clock.now())
                 await old.work(until_idle=True)
-                # Others flow past it.
+                # Other messages are handled meanwhile.
                 assert await beside.result() is not None
                 clock.advance(timedelta(hours=6))
             (waiting,) = await old.find(Query(ids=(receipt.id,)))
@@ -71,7 +71,7 @@ def test_a_task_that_old_workers_do_not_know_waits_for_a_new_one(store_url: str)
 
 
 def test_a_newer_version_of_a_message_is_deferred_until_a_newer_worker_comes(store_url: str) -> None:
-    """Faults 18 and 25: no attempt is used up, and old messages flow past it."""
+    """Faults 18 and 25: no attempt is used up, and older messages are handled meanwhile."""
 
     async def scenario() -> None:
         clock = HastyClock()
@@ -87,7 +87,7 @@ def test_a_newer_version_of_a_message_is_deferred_until_a_newer_worker_comes(sto
             (waiting,) = await old.find(Query(ids=(receipt.id,)))
             assert (waiting.state, waiting.attempt, waiting.crashes) == (State.SCHEDULED, 0, 0)
             assert await old.store.attempts(receipt.id) == []
-            # It was looked at once per round, and not more often.
+            # It was claimed once per round at most.
             assert waiting.fence <= 1 + 2 * 6
             clock.advance(6 * UNSUPPORTED_SECONDS)
             await new.work(until_idle=True)
@@ -99,7 +99,7 @@ def test_a_newer_version_of_a_message_is_deferred_until_a_newer_worker_comes(sto
 @pytest.mark.parametrize("expires", [limits.MESSAGE_RETENTION, None])
 @pytest.mark.parametrize("late", [0.0, limits.DAY])
 def test_a_version_from_a_far_future_is_looked_at_ever_more_seldom(expires: float | None, late: float) -> None:
-    """Every half minute for a week were 20,000 claims; a message that was due later begins as often as any other."""
+    """Once per half minute would be 20,000 claims in a week; a message due later starts with the same short pauses."""
     app = App("sqlite:///:memory:")
 
     @app.task(expires=expires)
@@ -129,7 +129,7 @@ def test_a_version_from_a_far_future_is_looked_at_ever_more_seldom(expires: floa
 
 
 def test_poison_ends_as_dead_letters_and_everything_else_is_done(store_url: str) -> None:
-    """Fault 18: one message in twenty always fails; its letter says why, how often, and which work it was."""
+    """Fault 18: one message in twenty always fails; its letter shows the error, the attempts and the work."""
     ran: dict[int, int] = {}
 
     async def scenario() -> None:
@@ -146,7 +146,7 @@ def test_poison_ends_as_dead_letters_and_everything_else_is_done(store_url: str)
         await app.migrate()
         async with app:
             receipts = await app.send_many(handle.call(number) for number in range(MESSAGES))
-            # The first round: nobody waits behind a message that fails.
+            # The first round: no message waits behind one that fails.
             await app.work(until_idle=True)
             done = await app.find(Query(states=(State.DONE,), limit=1_000))
             assert len(done) == MESSAGES - MESSAGES // POISON_EVERY

@@ -1,4 +1,4 @@
-"""PostgreSQL ends, in every way it can, while senders send and a worker works: it costs time and nothing else."""
+"""PostgreSQL ends in every possible way while senders send and a worker works: nothing is lost but time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ import psycopg
 import pytest
 from fault_scene import Loop, Scene, run, until
 
-from onefold import Context, StoreUnavailableError, execution, limits
+from onefold import Context, StoreUnavailableError, limits
 from onefold.clock import MICROSECONDS, SystemClock
-from onefold.stores.postgres import PostgresStore, connection, link
+from onefold.store.postgres import PostgresStore
+from onefold.store.postgres.wire import connect as connection
+from onefold.store.postgres.wire import reconnect as link
 from onefold.testing import FakeClock
 from onefold.testing.checker import Journal
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
+from onefold.worker import execution
 
 SENDERS = 4
-#: What a lost answer to a claim had claimed is free again after this long.
+#: Messages claimed in a lost answer are free again after this long.
 LEASE = 2.0
-#: Messages that are done before the server ends, and again after it came back.
+#: Messages done before the server ends, and again after it is back.
 DONE_BEFORE, DONE_AFTER = 20, 20
-#: One store has some five connections and a pool; each begins with quick tries and then waits up to a second.
+#: One store has about five connections and a pool; each retries quickly first and then waits up to a second.
 CONNECTIONS_PER_SECOND_MAX = 80
 
 
 @pytest.fixture(autouse=True)
 def _quick_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler whose transaction was lost runs again after five seconds, which is too long for a test."""
+    """Shorten the delay of five seconds before a handler with a lost transaction runs again."""
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.1)
 
 
 class Traffic:
-    """A worker behind a proxy, and senders beside it with little patience."""
+    """A worker behind a proxy, and impatient senders beside it."""
 
     def __init__(self, url: str, proxy: Proxy) -> None:
         journal = Journal()
@@ -48,7 +51,7 @@ class Traffic:
         self._stopping = False
 
     async def send(self, number: int) -> None:
-        """Send one after the other; what was refused is sent again, and any other error ends the test."""
+        """Send one message after another; repeat refused ones, and let any other error end the test."""
         count = 0
         while not self._stopping:
             try:
@@ -60,7 +63,7 @@ class Traffic:
             await asyncio.sleep(0.005)
 
     async def done(self) -> int:
-        """Return how many messages have left an effect."""
+        """Return how many messages have an effect."""
         while True:
             try:
                 return (await self.sender.app.store.fetch("SELECT count(*) FROM effect"))[0][0]
@@ -74,7 +77,7 @@ class Traffic:
         await until(enough)
 
     async def drained(self) -> None:
-        """Send no more, and wait until everything accepted has ended."""
+        """Stop sending, and wait until everything accepted has ended."""
         self._stopping = True
         await until(self.sender.ended)
 
@@ -92,7 +95,7 @@ async def traffic(server: PostgresServer, url: str) -> AsyncIterator[Traffic]:
             await both.until_done(await both.done() + DONE_AFTER)
             await both.drained()
             await asyncio.wait(sending)
-            # The worker that was there before is there still: it was never started again.
+            # It is still the first worker: it was never restarted.
             both.worker.app.stop_working()
             assert await working > 0
             await both.sender.verdict(crashes_max=limits.SUSPECT_AFTER - 1)
@@ -115,7 +118,7 @@ def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
             before = len(both.proxy.connected_at)
             await asyncio.to_thread(end_it)
             await asyncio.sleep(0.4)
-            assert len(both.proxy.connected_at) > before, "nobody tried to come back"
+            assert len(both.proxy.connected_at) > before, "no client tried to reconnect"
             await asyncio.to_thread(postgres_server.restart)
         assert both.refused > 0
         assert both.proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX
@@ -129,7 +132,7 @@ def test_a_server_that_ends_and_comes_back_costs_time_and_nothing_else(
 def test_a_backend_that_is_killed_takes_all_others_with_it_and_costs_nothing_else(
     loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Fault 4: the server ends all sessions, recovers by itself and goes on."""
+    """Fault 4: the server ends all sessions, recovers by itself and continues."""
 
     async def scenario() -> None:
         async with traffic(postgres_server, postgres_url) as both:
@@ -140,9 +143,9 @@ def test_a_backend_that_is_killed_takes_all_others_with_it_and_costs_nothing_els
     run(scenario, loop=loop)
 
 
-#: What a session did last says what it is for: to hear of new work, to claim, to put, to end messages, to run handlers.
+#: A session's last statement shows its purpose: waiting for wake-ups, claiming, putting, settling, running handlers.
 PURPOSES = ("LISTEN", "lease_until", "INSERT INTO onefold.message", "INSERT INTO onefold.outcome", "INSERT INTO effect")
-#: Sessions that are ended in all, unless one of each purpose was among the first of them.
+#: Sessions ended in all, unless every purpose was hit earlier.
 ENDED_MAX = 100
 
 
@@ -153,7 +156,7 @@ def test_each_session_is_ended_in_its_turn(postgres_server: PostgresServer, post
     async def end_one_after_the_other(direct: psycopg.AsyncConnection[Any]) -> None:
         for number in range(ENDED_MAX):
             rows = await (await direct.execute(SESSIONS)).fetchall()
-            # One with a purpose of which none was ended yet, or else whichever is oldest.
+            # Prefer a session with a purpose that was not hit yet, otherwise the oldest one.
             wanted = [row for row in rows if any(purpose in row[1] for purpose in missing)] or rows[:1]
             for pid, query in wanted[:1]:
                 missing.difference_update([purpose for purpose in missing if purpose in query])
@@ -190,7 +193,7 @@ def test_a_handler_is_not_blamed_for_a_server_that_was_away_at_its_first_stateme
                 if ctx.message.message_type != "pay" or ctx.message.subject in took:
                     return await proceed()
                 took[ctx.message.subject] = 0.0
-                await asyncio.sleep(0.2)  # until nobody else asks for anything
+                await asyncio.sleep(0.2)  # until no other request is under way
                 await proxy.switch("refuse")
                 proxy.lose_next_request()
                 began = asyncio.get_running_loop().time()
@@ -202,7 +205,7 @@ def test_a_handler_is_not_blamed_for_a_server_that_was_away_at_its_first_stateme
 
             await other.prepare()
             async with scene.app, other.app:
-                await scene.app.store.fetch("SELECT 1")  # there is a connection to be lost
+                await scene.app.store.fetch("SELECT 1")  # so that there is a connection to lose
                 working = asyncio.create_task(scene.app.work())
                 for number in range(TRIES_MAX):
                     back.clear()
@@ -211,7 +214,7 @@ def test_a_handler_is_not_blamed_for_a_server_that_was_away_at_its_first_stateme
                     await proxy.switch("pass")
                     await until(other.ended)
                     if took[f"k{number}"] >= AWAY_SECONDS / 2:
-                        break  # else it was somebody else's request that was lost
+                        break  # otherwise another request was lost
                 scene.app.stop_working()
                 await working
                 assert max(took.values()) >= AWAY_SECONDS / 2, "no handler lost its first statement"
@@ -220,7 +223,7 @@ def test_a_handler_is_not_blamed_for_a_server_that_was_away_at_its_first_stateme
     run(scenario)
 
 
-#: How often something is tried that depends on who comes first.
+#: Tries of a test that depends on which request comes first.
 TRIES_MAX = 5
 #: Longer than a transaction may last in that test.
 AWAY_SECONDS = 0.8
@@ -235,7 +238,7 @@ SESSIONS = """
 def test_an_outage_is_waited_out_with_ever_longer_pauses_and_the_return_is_no_stampede(
     postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Fault 34: workers of a small fleet, without a server for a while, and then with one."""
+    """Fault 34: the workers of a small fleet lose their server for a while."""
     fleet = 4
 
     async def scenario() -> None:
@@ -252,7 +255,7 @@ def test_an_outage_is_waited_out_with_ever_longer_pauses_and_the_return_is_no_st
             await asyncio.sleep(3.0)
             tries = [at - start for at in proxy.connected_at[began:]]
             late = [at for at in tries if at >= 1.5 * MICROSECONDS]
-            # A worker tries one connection at a time, and by then about once a second.
+            # By then a worker tries one connection at a time, about once a second.
             assert 1 <= len(late) <= 4 * fleet, len(late)
             assert _cpu() - cpu < 1.5, "it spins"
             await proxy.switch("pass")
@@ -281,7 +284,7 @@ def _now() -> int:
 
 
 class FastClock(FakeClock):
-    """Goes to the next moment for which somebody waits as soon as nobody has anything else to do."""
+    """Jumps to the next moment for which a task sleeps as soon as no task can run."""
 
     async def run(self) -> None:
         while True:
@@ -293,7 +296,7 @@ class FastClock(FakeClock):
 def test_a_server_that_cannot_be_reached_for_long_is_asked_at_a_bounded_rate(
     postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 34, on a clock that runs fast: a quarter of an hour of resets, and then work is done."""
+    """Fault 34, on a clock that runs fast: a quarter of an hour of resets, and then the work is done."""
     clock = FastClock()
     for module in (connection, link):
         monkeypatch.setattr(module, "_machine", clock)
@@ -314,7 +317,7 @@ def test_a_server_that_cannot_be_reached_for_long_is_asked_at_a_bounded_rate(
 
                 await until(a_quarter_of_an_hour_later)
                 tries = len(proxy.connected_at) - began
-                # About one connection per second, whoever wanted one.
+                # About one connection per second, all callers together.
                 assert 50 < tries < 3 * 900, tries
                 await proxy.switch("pass")
                 receipt = await sender.send("plain", "k")

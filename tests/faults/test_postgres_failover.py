@@ -1,4 +1,4 @@
-"""Servers crash and fail over under every kind of work, with workers in processes of their own, as in production."""
+"""Servers crash and fail over under every kind of work, with workers in their own processes, as in production."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from onefold.testing.servers import PostgresServer, PostgresStandby
 pytestmark = pytest.mark.deep
 
 KINDS = ("book", "order", "gated", "lined", "flow")
-#: Each is a task of the test, and sends one message after another.
+#: Senders of each kind; each is a task of the test and sends one message after another.
 SENDERS_EACH = 2
-#: Between two messages of one sender: less than two shared cores can do, so that no backlog hides a pause.
+#: Between two messages of one sender: a rate that two shared cores can handle, so that no backlog hides a pause.
 PAUSE_SECONDS = 0.1
 WORKERS = 2
 CRASHES = 10
 #: Between two crashes, and before and after a failover.
 LOAD_SECONDS = 1.5
-#: After the last server is back, everything that was accepted is done within this time.
+#: After the last server is back, everything accepted is done within this time.
 RECOVERED_SECONDS_MAX = 10.0
 
 
 class Load:
-    """Senders of every kind, and which numbers were accepted."""
+    """Senders of every kind, and the numbers that were accepted."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -65,7 +65,7 @@ class Load:
             try:
                 await self._send_one(kind, number, sender)
             except (StoreUnavailableError, CommitUnknownError) as error:
-                # Sent again with the same key, so that it cannot be stored twice.
+                # It is sent again with the same key, so it cannot be stored twice.
                 self.refused[type(error).__name__] += 1
                 await asyncio.sleep(0.05)
                 continue
@@ -87,7 +87,7 @@ class Load:
 
 @contextmanager
 def workers(url: str, loop: Loop) -> Iterator[None]:
-    """Run supervised workers, on uvloop as they come or on asyncio's own loop."""
+    """Run supervised workers, on uvloop by default or on asyncio's own loop."""
     command = [sys.executable, "-m", "onefold", "worker", "failover_app:app", "--lease", "5"]
     blocked = {"PYTHONPATH": str(Path(__file__).parent / "without_uvloop")} if loop == "asyncio" else {}
     environment = {**os.environ, "ONEFOLD_URL": url, **blocked}
@@ -119,7 +119,7 @@ def rows_of(url: str) -> dict[str, Counter[int]]:
 
 
 async def judge(load: Load, url: str) -> str:
-    """Wait until everything accepted is done; fail if it takes too long, is twice there, or out of order."""
+    """Wait until everything accepted is done; fail if that takes too long, or if a row is repeated or out of order."""
     numbers = load.accepted
     wanted = {**numbers, "follow": numbers["book"], "ordered": numbers["order"]}
     wanted.update(first=wanted.pop("flow"), second=numbers["flow"])
@@ -132,7 +132,7 @@ async def judge(load: Load, url: str) -> str:
             break
         await asyncio.sleep(0.1)
     twice = {kind: [number for number, times in those.items() if times > 1] for kind, those in found.items()}
-    # The sender's own row has no key: one whose commit was unknown was sent, and written, again.
+    # The sender's own row has no key: after an unknown commit it was sent, and written, again.
     twice.pop("ordered", None)
     (disorder,) = ask(
         url,
@@ -163,7 +163,7 @@ def _crash(server: PostgresServer, url: str, how: str, chance: random.Random) ->
 
 @contextmanager
 def at(url: str) -> Iterator[None]:
-    """Let the app of this process be on that database."""
+    """Point the app of this process at that database."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEFOLD_URL", url)
         yield
@@ -198,7 +198,7 @@ def test_ten_crashes_of_the_server_in_a_row(loop: Loop, record_property: Callabl
 def test_a_synchronous_standby_takes_over_under_load(
     loop: Loop, record_property: Callable[[str, object], None]
 ) -> None:
-    """Fault 8: the primary is killed with all of its sessions, and what was accepted is on the standby."""
+    """Fault 8: the primary is killed with all of its sessions, and every accepted message is on the standby."""
     settings = {"synchronous_standby_names": "standby"}
     with PostgresServer(settings=settings) as primary, PostgresStandby(primary) as standby:
         first, then = primary.create_database("shop"), standby.url("shop")
@@ -225,6 +225,6 @@ def test_a_synchronous_standby_takes_over_under_load(
 
 
 def _both(url: str, standby: PostgresServer) -> str:
-    """Return a URL that names both servers, and takes the one that may be written to."""
+    """Return a URL that names both servers and connects to the one that accepts writes."""
     head, _, database = url.rpartition("/")
     return f"{head},127.0.0.1:{standby.port}/{database}?target_session_attrs=read-write"

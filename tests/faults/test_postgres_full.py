@@ -1,4 +1,4 @@
-"""PostgreSQL says that its disk is full, as it does for whichever write needs a new page."""
+"""PostgreSQL reports a full disk, as it does for a write that needs a new page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import asyncio
 import psycopg
 import pytest
 
-from onefold import App, Context, Query, State, StoreUnavailableError, execution
+from onefold import App, Context, Query, State, StoreUnavailableError
+from onefold.worker import execution
 
-#: The server's own words and code, from the tables that grow.
+#: Raises the server's own error and code when the tables grow.
 _FILL = """
 CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$;
@@ -22,7 +23,7 @@ _MAKE_ROOM = "DROP FUNCTION full_disk CASCADE"
 def test_a_full_server_refuses_sends_and_burns_no_attempt_until_there_is_room(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 12: a typed error that may be retried, nothing half-written, reads work, and work goes on by itself."""
+    """Fault 12: a retryable typed error, nothing half-written, reads work, and work continues by itself."""
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.1)
     app = App(postgres_url)
 

@@ -1,4 +1,4 @@
-"""A role that may connect to the database and nothing more cannot harm the workers on it."""
+"""A role that may only connect to the database cannot harm the workers on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 import tracemalloc
-from importlib.resources import files
 from urllib.parse import urlsplit
 
 import psycopg
@@ -14,16 +13,17 @@ import pytest
 from psycopg import sql
 
 from onefold import App, Context
-from onefold.stores.postgres import PostgresStore
-from onefold.stores.postgres.connection import Pooler
-from onefold.stores.postgres.statements import OURS
+from onefold.store.postgres import PostgresStore
+from onefold.store.postgres.schema import MIGRATIONS
+from onefold.store.postgres.wire.connect import Pooler
+from onefold.store.postgres.wire.statements import OURS, SQL
 
-#: Some 24 MB, a multiple of what may be kept of it.
+#: Some 24 MB, a multiple of what a worker may keep of it.
 FLOOD, FLOOD_BYTES = 3_000, 7_900
 KEPT_BYTES_MAX = 4_000_000
-#: The event loop has its turn at least this often while notifications are read.
+#: While notifications are read, the event loop runs other tasks at least this often.
 LAG_SECONDS_MAX = 0.5
-#: A message that comes meanwhile is begun within this time; without a wake-up it would be a poll.
+#: A message sent meanwhile starts within this time; without a wake-up it would have to wait for a poll.
 WOKEN_SECONDS_MAX = 5.0
 
 
@@ -38,7 +38,7 @@ def stranger_on(url: str) -> str:
 
 
 def test_a_flood_of_notifications_neither_fills_memory_nor_stops_the_loop(postgres_url: str) -> None:
-    """Names that are no queues here are forgotten at once, and between many of them others have their turn."""
+    """Names of unknown queues are dropped at once, and other tasks run between many of them."""
     app = App(postgres_url)
     ran = asyncio.Event()
 
@@ -86,7 +86,7 @@ def test_a_flood_of_notifications_neither_fills_memory_nor_stops_the_loop(postgr
     asyncio.run(scenario())
 
 
-#: Better matches than the server's own functions, for arrays of a certain type.
+#: Functions that match arrays of a certain type better than the server's own.
 _PLANTED_FUNCTIONS = """
 CREATE TABLE public.loot (payload text);
 GRANT INSERT ON public.loot TO public;
@@ -103,9 +103,10 @@ CREATE FUNCTION public.nextval(text) RETURNS bigint LANGUAGE plpgsql AS $$ BEGIN
 """
 
 
+@pytest.mark.empty
 @pytest.mark.parametrize("pooler", ["session", "transaction"])
 def test_functions_that_another_role_has_planted_are_not_run(pooler: Pooler, postgres_url: str) -> None:
-    """On our own connections, on handlers' and on a caller's own; with a pooler nothing can be set on a session."""
+    """On our own connections, handlers' and a caller's own; behind a pooler, settings of the session cannot help."""
     app = App(store=PostgresStore(postgres_url, pooler=pooler))
 
     @app.task(key="{number}", ordering_key="{number}")
@@ -118,7 +119,7 @@ def test_functions_that_another_role_has_planted_are_not_run(pooler: Pooler, pos
 
     stranger = stranger_on(postgres_url)
     with psycopg.connect(postgres_url, autocommit=True) as direct:
-        # The default up to PostgreSQL 14, and what an upgrade from it keeps.
+        # The default up to PostgreSQL 14, kept by upgrades from it.
         direct.execute("GRANT CREATE ON SCHEMA public TO public")
     with psycopg.connect(stranger, autocommit=True) as direct:
         direct.execute(_PLANTED_FUNCTIONS)
@@ -143,7 +144,7 @@ def test_functions_that_another_role_has_planted_are_not_run(pooler: Pooler, pos
         assert direct.execute("SELECT DISTINCT payload FROM public.loot").fetchall() == []
 
 
-#: An operator for every pair of types that the server has none for, where it would convert one of them.
+#: An operator for every pair of types that the server would have to convert first.
 _PLANTED_OPERATORS = """
 DO $$
 DECLARE
@@ -162,12 +163,12 @@ BEGIN
     END LOOP; END LOOP;
 END $$
 """
-#: What the planner cannot explain, because nothing is planned.
+#: Utility statements, which have no plan to explain.
 _UTILITY = re.compile(r"SAVEPOINT|RELEASE|ROLLBACK|SET|LISTEN|LOCK|CREATE")
 
 
 def test_operators_that_another_role_has_planted_are_in_no_plan(postgres_url: str) -> None:
-    """Every statement is planned under the default search path, with operators in it that fit better than casts."""
+    """Every statement is planned under the default search path, with operators in it that match better than casts."""
     asyncio.run(App(postgres_url).migrate())
     planned = 0
     with psycopg.connect(postgres_url, autocommit=True) as direct:
@@ -183,33 +184,34 @@ def test_operators_that_another_role_has_planted_are_in_no_plan(postgres_url: st
     assert planned > 80
 
 
+@pytest.mark.empty
 def test_a_stranger_cannot_keep_migrations_waiting(postgres_url: str) -> None:
-    """The lock that migrations take is one on a table of ours."""
+    """The lock that migrations take is on a table of ours, which a stranger cannot lock."""
     held = "SELECT pg_advisory_lock(7381240915)"
     with psycopg.connect(stranger_on(postgres_url), autocommit=True) as stranger:
         stranger.execute(held)
         assert asyncio.run(asyncio.wait_for(App(postgres_url).migrate(), 10)) != []
 
 
-#: These look like functions and are grammar.
+#: These look like functions but are part of the grammar.
 _GRAMMAR = frozenset({"coalesce", "greatest", "least", "nullif", "extract"})
 
 
-@pytest.mark.parametrize("file", ["queries.sql", "steps.sql", "gates.sql", "migrations/0001_initial.sql"])
-def test_every_function_is_called_by_its_whole_name(file: str) -> None:
-    """So that no search path decides what is called."""
-    text = files("onefold.stores.postgres").joinpath(file).read_text()
+@pytest.mark.parametrize("name", [*SQL, *(migration.name for migration in MIGRATIONS)])
+def test_every_function_is_called_by_its_whole_name(name: str) -> None:
+    """A qualified name makes the search path irrelevant."""
+    text = SQL.get(name) or next(migration.text for migration in MIGRATIONS if migration.name == name)
     text = re.sub(r"--.*|'[^']*'", "", text)
     for found in re.finditer(r"(?<![.\w\"])([a-z_]+)\(", text):
         if found[1] == "unnest":
             arguments = _inside(text, found.end())
             assert "," in re.sub(r"\([^()]*\)", "", arguments), f"unnest({arguments}) stands alone"
         else:
-            assert found[1] in _GRAMMAR, f"{found[1]}(…) in {file}"
+            assert found[1] in _GRAMMAR, f"{found[1]}(…) in {name}"
 
 
 def _inside(text: str, start: int) -> str:
-    """Return what stands between an opening parenthesis and its closing one."""
+    """Return the text between an opening parenthesis and its closing one."""
     depth, end = 1, start
     while depth:
         depth += {"(": 1, ")": -1}.get(text[end], 0)

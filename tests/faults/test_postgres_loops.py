@@ -1,4 +1,4 @@
-"""A server that ends in the middle of an answer is noticed at once, on whichever event loop."""
+"""A server that ends in the middle of an answer is noticed at once, on each event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from fault_scene import Loop, run
 
-from onefold.stores.postgres.exchange import Exchange
-from onefold.stores.postgres.statements import Query
+from onefold.store.postgres.wire.pipeline import Pipeline
+from onefold.store.postgres.wire.statements import WireQuery
 
 #: Far more than noticing takes, and far less than waiting for the answer would.
 NOTICED_SECONDS_MAX = 3.0
@@ -33,7 +33,7 @@ class Relay:
         self._pumps: list[asyncio.Task[None]] = []
 
     async def carry(self) -> None:
-        """Accept one client and carry what it and the server say."""
+        """Accept one client and forward bytes in both directions."""
         loop = asyncio.get_running_loop()
         self._client, _ = await loop.sock_accept(self._listener)
         self._server = socket.create_connection(self._target)
@@ -50,13 +50,13 @@ class Relay:
             await loop.sock_sendall(sink, data)
 
     async def hold(self) -> None:
-        """Carry nothing from here on."""
+        """Forward nothing from here on."""
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def crash(self, last_words: bytes) -> None:
-        """Say the last words and reset the connection, before the client's loop can look in between."""
+        """Send these bytes and reset the connection, before the client's loop can read in between."""
         sent = self._client.send(last_words)
         assert sent == len(last_words)
         self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -65,7 +65,7 @@ class Relay:
 
 
 def notice(text: str) -> bytes:
-    """Return what a server says to every session before it ends them all after a crash."""
+    """Return the notice that a server sends to every session before it ends them all after a crash."""
     fields = b"".join(
         kind + value.encode() + b"\0" for kind, value in ((b"S", "WARNING"), (b"C", "57P02"), (b"M", text))
     )
@@ -77,17 +77,17 @@ def notice(text: str) -> bytes:
 def test_last_words_and_a_reset_in_one_are_not_waited_for_any_longer(
     size: int, owned: bool, loop: Loop, postgres_url: str
 ) -> None:
-    """Faults 4 and 5: uvloop calls a reader once when its socket has an error, and never again."""
+    """Faults 4 and 5: uvloop calls a reader only once when its socket has an error."""
 
     async def scenario() -> None:
         relay = Relay(postgres_url)
         carrying = asyncio.create_task(relay.carry())
         connection = await psycopg.AsyncConnection.connect(relay.url, autocommit=True)
         await carrying
-        exchange = Exchange(connection, owned=owned, answer_seconds=ANSWER_SECONDS)
-        await exchange.send([Query(b"SELECT 1")])
+        exchange = Pipeline(connection, owned=owned, answer_seconds=ANSWER_SECONDS)
+        await exchange.send([WireQuery(b"SELECT 1")])
         await relay.hold()
-        answer = exchange.send([Query(b"SELECT 2")])
+        answer = exchange.send([WireQuery(b"SELECT 2")])
         await asyncio.sleep(0.05)
         relay.crash(notice("x" * size))
         with pytest.raises(psycopg.OperationalError):

@@ -1,4 +1,4 @@
-"""The network between a worker and PostgreSQL goes silent, slow or one-way: the handler is told, another takes over."""
+"""The network between a worker and PostgreSQL fails: the handler is told, and another worker takes over."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from typing import Any
 import pytest
 from fault_scene import TABLES, Loop, run, until
 
-from onefold import App, Context, State, StoreUnavailableError, execution, limits
+from onefold import App, Context, State, StoreUnavailableError, limits
 from onefold.store import Query, Record
-from onefold.stores.postgres import PostgresStore, connection
+from onefold.store.postgres import PostgresStore
+from onefold.store.postgres.wire import connect as connection
 from onefold.testing.proxy import Mode, Proxy
 from onefold.testing.servers import PostgresServer
+from onefold.worker import execution
 
-#: The real ones are thirty times as long, in the same proportion.
+#: The real values are thirty times as long, in the same proportion.
 LEASE, ANSWER_SECONDS = 1.0, 0.4
-#: A message whose lease ran out is found within a poll; a busy machine may need a moment more.
+#: A message with an expired lease is found within a poll; a busy machine may need a moment more.
 TAKEOVER_SECONDS_MAX = LEASE + 2 * limits.POLL_SECONDS + 2.0
-#: A handler is told when the lease is over by its own reckoning, a moment more or less.
+#: A handler is told when the lease is over by the worker's own reckoning, a moment more or less.
 TOLD_SECONDS_MAX = LEASE + 1.0
-#: After the network came back, the worker that was cut off is at work again within this time.
+#: After the network is back, the worker that was cut off works again within this time.
 BACK_SECONDS_MAX = 10.0
 
 
 @pytest.fixture(autouse=True)
 def _quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for an answer waits for seconds; that is too long for a test."""
+    """Shorten the time to wait for an answer, which is seconds."""
     monkeypatch.setattr(connection, "ANSWER_SECONDS", ANSWER_SECONDS)
     monkeypatch.setitem(connection._ANSWERS, "handlers", ANSWER_SECONDS)  # type: ignore[call-overload]
     monkeypatch.setattr(execution, "UNAVAILABLE_SECONDS", 0.1)
 
 
 class Machine:
-    """A worker with its own way to the server, and what its handler saw."""
+    """A worker with its own connection to the server, and the events its handler saw."""
 
     def __init__(self, url: str, name: str) -> None:
         self.name = name
@@ -66,7 +68,7 @@ class Machine:
         self.task = asyncio.create_task(self.app.work(lease=LEASE, concurrency=1, name=self.name))
 
     async def rest(self) -> None:
-        """Work no more, but stay open."""
+        """Stop working, but stay open."""
         self.app.stop_working()
         if self.task is not None:
             await self.task
@@ -85,7 +87,7 @@ class Machine:
 
 @asynccontextmanager
 async def two_machines(server: PostgresServer, url: str) -> AsyncIterator[tuple[Proxy, Machine, Machine]]:
-    """One behind a proxy, one beside it; the message ``k`` is in the hands of the first."""
+    """Yield one worker behind a proxy and one beside it; the first holds the message ``k``."""
     async with Proxy("127.0.0.1", server.port) as proxy:
         cut_off, other = Machine(proxy.through(f"{url}?connect_timeout=2"), "cut-off"), Machine(url, "other")
         await other.app.migrate()
@@ -112,7 +114,7 @@ def _time() -> float:
 def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
     mode: Mode, seconds: float, loop: Loop, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Fault 9: told by its deadline, taken over within lease and poll, one effect, and back at work afterwards."""
+    """Fault 9: told by its deadline, taken over within lease and poll, one effect, and working again afterwards."""
 
     async def scenario() -> None:
         async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
@@ -138,7 +140,7 @@ def test_a_worker_that_is_cut_off_tells_its_handler_and_another_takes_over(
 
 
 async def back_at_work(proxy: Proxy, other: Machine) -> None:
-    """Let the network work again, and the one that was cut off do all the work."""
+    """Restore the network, and let the worker that was cut off do all the work."""
     await other.rest()
     await proxy.switch("pass")
     receipt = await other.app.tasks["pay"].send("after")
@@ -149,14 +151,14 @@ async def back_at_work(proxy: Proxy, other: Machine) -> None:
 def test_what_was_written_before_the_cut_is_never_committed_after_the_takeover(
     mode: Mode, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Fault 9: the session still stands on the server, with the rows in it, and then its COMMIT may even arrive."""
+    """Fault 9: the server still has the session with its uncommitted rows, and its COMMIT may even arrive later."""
 
     async def scenario() -> None:
         async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
             cut_off.writes_first = True
             await cut_off.entered.wait()
             await proxy.switch(mode, seconds=3.0)
-            # Its handler returns at once: settling and committing are what goes into the void.
+            # The handler returns at once: its settlement and commit are lost on the way.
             cut_off.go_on.set()
             await other.start()
 
@@ -168,8 +170,8 @@ def test_what_was_written_before_the_cut_is_never_committed_after_the_takeover(
             cut_off.writes_first = False
             await back_at_work(proxy, other)
             assert await other.effects() == [("after", "cut-off"), winner]
-            # With latency requests arrive at once, so that its commit came in time.  In a black hole it never came,
-            # and what was held back came when the message was somebody else's.
+            # With latency requests arrive at once, so its commit was in time.  In a black hole the commit was lost,
+            # and a held one arrived when the message had another owner.
             assert winner == ("k", "cut-off" if mode == "latency" else "other")
 
     run(scenario)
@@ -178,7 +180,7 @@ def test_what_was_written_before_the_cut_is_never_committed_after_the_takeover(
 def test_a_commit_whose_answer_cannot_come_back_is_resolved_when_the_network_is_back(
     postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Faults 5 and 9: requests arrive, answers do not; one effect, and nobody is told a lie."""
+    """Faults 5 and 9: requests arrive, answers do not; one effect, and no caller gets a wrong answer."""
 
     async def scenario() -> None:
         async with two_machines(postgres_server, postgres_url) as (proxy, cut_off, other):
@@ -234,7 +236,7 @@ def test_a_sender_that_is_cut_off_gets_a_typed_error_within_its_patience(
 
 
 def test_a_trickle_of_answers_is_slow_and_nothing_else(postgres_server: PostgresServer, postgres_url: str) -> None:
-    """Fault 9: answers that come in pieces are put together."""
+    """Fault 9: answers that arrive in pieces are put together."""
 
     async def scenario() -> None:
         async with Proxy("127.0.0.1", postgres_server.port) as proxy:

@@ -1,4 +1,4 @@
-"""With a synchronous standby, what was answered as done is on the standby too, however its commit was ended."""
+"""With a synchronous standby, an operation answered as done is on the standby too, however its commit was ended."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from standby_scene import (
 )
 
 from onefold import App, ConfigurationError, StoreError, StoreUnavailableError
-from onefold.stores.postgres import PostgresStore, connection
-from onefold.stores.postgres import store as store_module
+from onefold.store.postgres import PostgresStore
+from onefold.store.postgres import store as store_module
+from onefold.store.postgres.wire import connect as connection
 from onefold.testing.servers import PostgresServer, PostgresStandby
 
 
@@ -62,7 +63,7 @@ def test_nothing_that_was_answered_is_absent_on_the_promoted_standby() -> None:
 def test_a_store_closes_in_time_while_its_commits_wait(
     loop: Loop, postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Faults 8 and 40: whoever still waits gets a typed error, and none of it hangs with the server."""
+    """Faults 8 and 40: callers that still wait get a typed error, and the close does not hang with the server."""
     monkeypatch.setattr(store_module, "_CLOSE_SECONDS", 0.2)
 
     async def scenario() -> None:
@@ -76,7 +77,7 @@ def test_a_store_closes_in_time_while_its_commits_wait(
             async with asyncio.timeout(CLOSED_SECONDS_MAX):
                 await store.close()
                 await asyncio.wait(puts)
-            # One was under way, and the others had not begun.
+            # One put was under way, and the others had not begun.
             assert all(isinstance(put.exception(), StoreError) for put in puts)
             assert any(isinstance(put.exception(), StoreUnavailableError) for put in puts)
         finally:
@@ -85,12 +86,12 @@ def test_a_store_closes_in_time_while_its_commits_wait(
     run(scenario, loop=loop)
 
 
-#: A fraction of what waiting for the answers would take.
+#: A fraction of the time that waiting for the answers would take.
 CLOSED_SECONDS_MAX = 5.0
 
 
 def make_read_only(server: PostgresServer, url: str, *, on: bool) -> None:
-    """Let a database take no writes any more, or take them again, from the next session on; sessions are ended."""
+    """Make a database refuse writes, or accept them again, for new sessions; end the existing ones."""
     database = urlsplit(url).path.strip("/")
     value = "on" if on else "off"
     ask(server.url(), f"ALTER DATABASE {database} SET default_transaction_read_only = {value}")  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ def make_read_only(server: PostgresServer, url: str, *, on: bool) -> None:
 
 @pytest.mark.alone
 def test_a_read_replica_is_named_as_such(postgres_server: PostgresServer, postgres_url: str) -> None:
-    """A server that takes no writes can be read; a send and a worker say at once what is wrong and what to do."""
+    """A server that refuses writes can be read; a send and a worker report the problem and the remedy at once."""
 
     async def scenario() -> None:
         async with App(postgres_url) as primary:
@@ -130,7 +131,7 @@ async def _migrated(url: str) -> None:
 def test_a_worker_whose_server_takes_no_writes_any_more_waits(
     postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    """Fault 8: with schedules and messages; when the server takes writes again, all goes on."""
+    """Fault 8: with schedules and messages; when the server accepts writes again, all of them continue."""
 
     async def scenario() -> None:
         store = PostgresStore(postgres_url, patience=0.1)
@@ -196,7 +197,7 @@ def test_a_primary_that_was_replaced_and_comes_back_is_refused(
 
 @pytest.mark.deep
 def test_a_promoted_standby_has_a_newer_timeline_than_its_old_primary() -> None:
-    """Fault 8: two real servers; whoever has written to the new one does not write to the old one."""
+    """Fault 8: two real servers; a program that has written to the new one does not write to the old one."""
     with PostgresServer() as primary, PostgresStandby(primary) as standby:
         url = primary.create_database("shop")
 

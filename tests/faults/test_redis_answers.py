@@ -1,10 +1,11 @@
-"""A Redis server answers with too much, or with what makes no sense; the worker lives and does its other work."""
+"""A Redis server answers with too much or with nonsense; the worker lives and does its other work."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -15,9 +16,9 @@ import redis
 from fault_scene import run, until
 
 from onefold import App, TransportUnavailableError, limits
-from onefold.reception import REFUSED
-from onefold.transports.redis import RedisTransport
-from onefold.transports.redis.portion import Portion
+from onefold.brokers.admission import REFUSED
+from onefold.brokers.redis import RedisTransport
+from onefold.brokers.redis.portion import Portion
 
 MIB = 1_048_576
 
@@ -31,7 +32,7 @@ def array(*items: bytes) -> bytes:
 
 
 def read_of(entry: bytes) -> bytes:
-    """An answer to XREADGROUP with one entry."""
+    """Return an answer to XREADGROUP with one entry."""
     return array(array(bulk(b"in"), array(entry)))
 
 
@@ -56,7 +57,7 @@ FIELDS = array(bulk(b"envelope"), bulk(b"{}"))
 NOTHING = b"*-1\r\n"
 SETTINGS = {b"appendonly": b"yes", b"appendfsync": b"always", b"maxmemory-policy": b"noeviction"}
 
-#: By name, the command whose answer is wrong, and the answer.
+#: By name, the command with a wrong answer, and the answer.
 WRONG: dict[str, tuple[bytes, bytes]] = {
     "pending is a number": (b"XPENDING", b":5\r\n"),
     "pending is too short": (b"XPENDING", array(array(bulk(b"1-1")))),
@@ -80,7 +81,7 @@ WRONG: dict[str, tuple[bytes, bytes]] = {
 
 
 class FakeRedis:
-    """Answers as a Redis server with an empty stream does, except where it was told to answer otherwise."""
+    """Answers as a Redis server with an empty stream does, except for one command."""
 
     def __init__(self) -> None:
         self.answers: dict[bytes, bytes] = {}
@@ -127,9 +128,9 @@ class FakeRedis:
 def test_an_answer_that_makes_no_sense_stops_nothing_but_the_intake(
     command: bytes, answer: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is one typed error, logged once in an outage, on one line; the worker's other work goes on.
+    """Each causes one typed error, logged once per outage, on one line; the worker's other work continues.
 
-    When the server answers as it should, entries are taken in again.
+    When the server answers correctly again, entries are received again.
     """
     caplog.set_level(logging.WARNING)
 
@@ -171,7 +172,7 @@ async def _true(value: bool) -> bool:
 
 
 def test_an_unreadable_answer_is_told_without_what_was_read() -> None:
-    """It may be a part of a message: only the kind of error is named, in no cause either."""
+    """It may be part of a message: only the kind of error is named, and the error has no cause with more."""
 
     async def scenario() -> None:
         server = FakeRedis()
@@ -179,7 +180,7 @@ def test_an_unreadable_answer_is_told_without_what_was_read() -> None:
             server.answers[b"XREADGROUP"] = b"CANARY\r\n"
             one = RedisTransport(server.url, group="g", wait=0.02)
             with pytest.raises(
-                TransportUnavailableError, match=r"its answer cannot be read \(InvalidResponse\)"
+                TransportUnavailableError, match=r"its reply cannot be read \(InvalidResponse\)"
             ) as told:
                 await one.pull("in", limit=10, lease=30.0)
             assert "CANARY" not in f"{told.value!r} {told.value.__cause__!r}"
@@ -188,7 +189,7 @@ def test_an_unreadable_answer_is_told_without_what_was_read() -> None:
     run(scenario)
 
 
-# too much
+# too much data
 
 
 def add(url: str, entries: Mapping[str, bytes] | bytes, times: int = 1) -> None:
@@ -200,7 +201,9 @@ def add(url: str, entries: Mapping[str, bytes] | bytes, times: int = 1) -> None:
 WORKER = """
 import asyncio, resource, sys
 from onefold import App
-from onefold.transports.redis import RedisTransport
+from onefold.brokers.redis import RedisTransport
+from onefold.store.sqlite import SQLiteStore
+SQLiteStore(":memory:")  # imports the engine
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 # Thread stacks count as address space: 1 MiB each instead of the system's 8, so that they do not use up the bound.
 import threading
@@ -217,19 +220,21 @@ asyncio.run(main())
 """
 
 
-#: What a process may take beside what it has when it begins: threads, buffers, one pull.
+#: The memory a process may use beside that at its start: threads, buffers, one pull.
 ROOM = 80 * MIB
 LARGE, LARGE_COUNT = 12 * MIB, 10
 
 
 def work(url: str, redis_url: str) -> str:
-    """Receive in a process with little memory; return what it printed."""
+    """Receive in a process with little memory; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", WORKER, url, redis_url, str(ROOM)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        # Otherwise the allocator reserves 64 MiB of address space for each thread, whether it is used or not.
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
     )
     assert done.returncode == 0, done.stderr[-2_000:]
     return done.stdout
@@ -240,7 +245,7 @@ def work(url: str, redis_url: str) -> str:
 def test_entries_of_any_size_are_dead_letters_and_never_fill_the_memory(
     before: int, sqlite_url: str, redis_url: str
 ) -> None:
-    """Ten large entries, with and without warning, in a process that has no room for them together."""
+    """Ten large entries, announced by the server or not, in a process that cannot hold them together."""
     for number in range(before):
         add(redis_url, envelope(f"small {number}"))
     add(redis_url, b"x" * LARGE, times=LARGE_COUNT)
@@ -274,7 +279,7 @@ def test_one_entry_of_very_many_values_is_one_dead_letter_and_its_neighbours_are
 
 
 def test_the_letter_of_an_entry_that_is_too_large_says_how_large_it_is(sqlite_url: str, redis_url: str) -> None:
-    """Its beginning is kept, and where the whole of it is; a reader of the user's own is not given half of one."""
+    """Its beginning is kept, with the place of the whole entry; a reader of the user's own gets no half entry."""
     add(redis_url, b"x" * (2 * MIB))
     given: list[bytes] = []
 
@@ -292,7 +297,7 @@ def test_the_letter_of_an_entry_that_is_too_large_says_how_large_it_is(sqlite_ur
 
 
 def test_what_a_dead_consumer_had_read_is_taken_over_one_by_one(redis_url: str) -> None:
-    """It may have died of them, so the first answer has one of them, the next two, and so on."""
+    """The entries may have killed it, so the first answer has one of them, the next two, and so on."""
     for number in range(20):
         add(redis_url, envelope(str(number)))
 
@@ -301,14 +306,14 @@ def test_what_a_dead_consumer_had_read_is_taken_over_one_by_one(redis_url: str) 
         had = await dead.pull("in", limit=100, lease=30.0)
         assert len(had) == 20
         asked: list[int] = []
-        call = other._link.call
+        call = other._connection.call
 
         async def counted(function: object, *arguments: list[str]) -> object:
             if getattr(function, "__name__", "") == "claim":
                 asked.append(len(arguments[0]))
             return await call(function, *arguments)  # type: ignore[arg-type]
 
-        other._link.call = counted  # type: ignore[method-assign,assignment]
+        other._connection.call = counted  # type: ignore[method-assign,assignment]
         again = await other.pull("in", limit=100, lease=0.0)
         assert [one.handle for one in again] == [one.handle for one in had]
         assert asked == [1, 2, 4, 8, 5]
@@ -317,7 +322,7 @@ def test_what_a_dead_consumer_had_read_is_taken_over_one_by_one(redis_url: str) 
 
 
 def test_a_portion_grows_step_by_step_and_shrinks_at_once() -> None:
-    """From one entry, doubling with each answer; an entry that is as large as a whole pull is asked for alone."""
+    """It starts with one entry and doubles with each answer; an entry as large as a whole pull is requested alone."""
     portion = Portion()
     counts = []
     for _ in range(4):

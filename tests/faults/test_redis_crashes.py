@@ -1,7 +1,7 @@
 """Redis ends, is away or forgets, while programs publish and workers receive and relay.
 
 Every run has a foreign program that publishes by itself, a shop that relays its events, and a service that receives
-both and leaves a row for each.  A server that keeps its log costs time and nothing else; one that does not is refused.
+both and writes a row for each.  A server that keeps its log costs only time; one that does not is refused.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import redis
 from fault_scene import TABLES, run, until
 
 from onefold import App, ConfigurationError, Context, Envelope, Query, State, TransportUnavailableError, limits
+from onefold.brokers.redis import RedisTransport
 from onefold.testing import FakeClock
 from onefold.testing.brokers import DURABLE, RedisServer
 from onefold.testing.checker import Effect, Final, Journal, check
 from onefold.testing.proxy import Proxy
-from onefold.transports.redis import RedisTransport
 
 PUBLISHERS = 3
-#: How often the server is killed, and how many more effects are waited for in between.
+#: How often the server is killed, and how many more effects the test waits for in between.
 KILLS, DONE_BETWEEN = 2, 15
-#: One process has a reader and a few handlers; each tries again after a pause that grows, and one tries for all.
+#: A process has a reader and a few handlers; the pauses between attempts grow, and one attempt serves all.
 CONNECTIONS_PER_SECOND_MAX = 40
 
 
 @pytest.fixture(autouse=True)
 def _quick_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back within a moment after the server is: otherwise the tests would only wait."""
+    """Shorten the pauses, so that processes are back soon after the server."""
     monkeypatch.setattr(limits, "RELAY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(limits, "RELAY_PAUSE_SECONDS_MAX", 0.5)
     monkeypatch.setattr(limits, "INTAKE_LEASE", 1.0)
@@ -62,7 +62,7 @@ def envelope(key: str) -> Envelope:
 
 
 class Scene:
-    """A shop that relays its orders, foreign publishers beside it, and a service that leaves a row per order."""
+    """A shop that relays its orders, foreign publishers beside it, and a service that writes a row per order."""
 
     def __init__(self, url: str, shop_url: str, broker: str, **options: Any) -> None:
         self.journal = Journal()
@@ -99,7 +99,7 @@ class Scene:
 
     @asynccontextmanager
     async def traffic(self) -> AsyncIterator[None]:
-        """Have everybody at work, then let them finish, and judge."""
+        """Run all programs for the block, then let them finish, and check."""
         working = [asyncio.create_task(app.work()) for app in (self.shop, self.service)]
         publishing = [asyncio.create_task(self._publish(number)) for number in range(PUBLISHERS)]
         publishing.append(asyncio.create_task(self._place()))
@@ -111,11 +111,11 @@ class Scene:
         finally:
             for app in (self.shop, self.service):
                 app.stop_working()
-        # The workers that were there before are there still.
+        # These are still the first workers.
         await asyncio.gather(*working)
 
     async def _publish(self, number: int) -> None:
-        """Publish one after the other, as a careful program does: what was not accepted is published again."""
+        """Publish one entry after another, as a careful program does: one that was not accepted is published again."""
         count = 0
         while not self._stopping:
             await self.may_publish.wait()
@@ -146,7 +146,7 @@ class Scene:
             await asyncio.sleep(0.01)
 
     async def until_written(self, url: str) -> None:
-        """Let nobody publish any more, and wait until the server has written down what it has accepted."""
+        """Stop publishing, and wait until the server has written everything it accepted to disk."""
         self.may_publish.clear()
 
         async def written() -> bool:
@@ -163,7 +163,7 @@ class Scene:
         return [Effect(*row) for row in await self.service.store.fetch("SELECT key, message, fence FROM effect")]
 
     async def is_quiet(self) -> bool:
-        """Whether every order that was accepted has had its effect, and nothing is on its way any more."""
+        """Whether every accepted order has its effect, and no message or entry is left."""
         accepted = {entry.key for entry in self.journal.entries if entry.event == "ok"}
         if not accepted <= {effect.key for effect in await self.effects()}:
             return False
@@ -179,7 +179,7 @@ class Scene:
         await until(enough)
 
     async def verdict(self) -> None:
-        """Nothing accepted is lost, one message and one effect per key, and no attempt was used up."""
+        """Check that nothing accepted is lost, each key has one message and one effect, and no attempt was used up."""
         effects = await self.effects()
         finals = []
         for app in (self.shop, self.service):
@@ -199,7 +199,7 @@ class Scene:
 def test_a_server_with_its_log_that_is_killed_and_comes_back_loses_nothing(
     appendfsync: str, store_url: str, other_url: str, redis_program: Path
 ) -> None:
-    """Faults 6, 16 and 34: kill -9 in the middle of publishing, receiving and relaying, again and again."""
+    """Faults 6, 16 and 34: kill -9 during publishing, receiving and relaying, several times."""
     with RedisServer(redis_program, settings={**DURABLE, "appendfsync": appendfsync}) as server:
 
         async def scenario() -> None:
@@ -213,7 +213,7 @@ def test_a_server_with_its_log_that_is_killed_and_comes_back_loses_nothing(
                             await asyncio.sleep(0.2)
                             await asyncio.to_thread(server.restart)
                         await scene.more_effects(DONE_BETWEEN)
-                    assert scene.unknown > 0, "nobody was publishing when the server died"
+                    assert scene.unknown > 0, "no entry was being published when the server died"
                     assert proxy.busiest_second() <= CONNECTIONS_PER_SECOND_MAX, proxy.busiest_second()
                     await scene.verdict()
 
@@ -223,7 +223,7 @@ def test_a_server_with_its_log_that_is_killed_and_comes_back_loses_nothing(
 def test_a_server_that_syncs_every_second_loses_nothing_that_it_has_written(
     store_url: str, other_url: str, redis_program: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fault 6: kill -9 while workers receive.  It may answer before it has written, so that is waited for, and said."""
+    """Fault 6: kill -9 while workers receive; such a server may answer before it has written, so the test waits."""
     with RedisServer(redis_program, settings={**DURABLE, "appendfsync": "everysec"}) as server:
 
         async def scenario() -> None:
@@ -264,7 +264,7 @@ def test_a_server_that_is_shut_down_and_started_again_loses_nothing(
 
 
 def test_answers_of_the_server_that_are_lost_repeat_nothing(store_url: str, other_url: str, redis_url: str) -> None:
-    """Faults 5 and 16: what was published, pulled or acknowledged without anybody hearing of it."""
+    """Faults 5 and 16: published, pulled or acknowledged, and the answer lost."""
 
     async def scenario() -> None:
         port = int(redis_url.rpartition(":")[2].partition("/")[0])
@@ -283,7 +283,7 @@ def test_answers_of_the_server_that_are_lost_repeat_nothing(store_url: str, othe
 
 
 def test_however_many_are_talking_when_a_connection_breaks_only_errors_of_ours_leave(redis_url: str) -> None:
-    """Fault 9: cut off while they connect, ask and wait, again and again; the driver's own words never come out."""
+    """Fault 9: callers are cut off while they connect, ask and wait; errors of the driver never come out."""
     clock = FakeClock()
 
     async def scenario() -> None:
@@ -314,7 +314,7 @@ def test_however_many_are_talking_when_a_connection_breaks_only_errors_of_ours_l
 WORKER = """
 import asyncio, os, signal, sys
 from onefold import App
-from onefold.transports.redis import RedisTransport
+from onefold.brokers.redis import RedisTransport
 
 class Mortal(RedisTransport):
     async def ack(self, deliveries):
@@ -338,7 +338,7 @@ asyncio.run(main())
 def test_a_worker_killed_between_put_and_acknowledgement_repeats_nothing(
     store_url: str, other_url: str, redis_url: str
 ) -> None:
-    """Faults 1 and 16: what it had put is delivered again, is a duplicate, and is acknowledged."""
+    """Faults 1 and 16: the stored entry is delivered again, is a duplicate, and is acknowledged."""
 
     async def scenario() -> None:
         scene = Scene(store_url, other_url, redis_url)
@@ -401,11 +401,11 @@ def test_a_server_that_would_forget_is_refused_with_the_setting_and_the_remedy(
 
 
 def test_onefold_worker_does_not_start_on_a_server_that_would_forget(tmp_path: Path, redis_program: Path) -> None:
-    """Fault 6: the command says why, and how to mend it."""
+    """Fault 6: the command prints the reason and the remedy."""
     with RedisServer(redis_program, settings={**DURABLE, "appendonly": "no"}) as server:
         (tmp_path / "shop.py").write_text(
             "from onefold import App\n"
-            "from onefold.transports.redis import RedisTransport\n"
+            "from onefold.brokers.redis import RedisTransport\n"
             "app = App('sqlite:///shop.db')\n"
             f"app.receive(RedisTransport('{server.url()}', group='shop'), 'orders')\n"
         )
@@ -423,10 +423,10 @@ def test_onefold_worker_does_not_start_on_a_server_that_would_forget(tmp_path: P
 def test_a_server_that_comes_back_with_other_settings_is_waited_for_until_it_is_durable(
     sqlite_url: str, other_url: str, redis_program: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fault 6: it was durable when the worker started; it is looked at again when it is connected to again.
+    """Fault 6: it was durable when the worker started; its settings are checked again at each reconnect.
 
-    Meanwhile nothing is read from it or written to it, the reason is logged once for each side, and both workers go on
-    with what needs no broker.
+    Until then nothing is read from it or written to it, the reason is logged once for each direction, and both workers
+    continue with work that needs no broker.
     """
     with RedisServer(redis_program) as server:
 
@@ -473,22 +473,22 @@ async def _holds(true: bool) -> bool:
 
 
 def test_a_worker_process_is_replaced_while_the_server_must_not_be_used(tmp_path: Path, redis_program: Path) -> None:
-    """Fault 6: only the first process of a supervisor is refused; later ones do what needs no broker."""
+    """Fault 6: only the first process of a supervisor is refused; later ones do the work that needs no broker."""
     with RedisServer(redis_program) as server:
         (tmp_path / "shop.py").write_text(
             "import os\n"
             "from onefold import App\n"
-            "from onefold.transports.redis import RedisTransport\n"
+            "from onefold.brokers.redis import RedisTransport\n"
             "app = App('sqlite:///shop.db')\n"
             f"app.receive(RedisTransport('{server.url()}', group='shop'), 'orders')\n"
             "@app.task\n"
-            "async def who() -> int:\n"
+            "async def tells_its_pid() -> int:\n"
             "    return os.getpid()\n"
         )
         sender = App(f"sqlite:///{tmp_path}/shop.db")
 
         @sender.task
-        async def who() -> int:
+        async def tells_its_pid() -> int:
             raise AssertionError
 
         with subprocess.Popen(
@@ -502,12 +502,12 @@ def test_a_worker_process_is_replaced_while_the_server_must_not_be_used(tmp_path
                 async def scenario() -> None:
                     await sender.migrate()
                     async with sender:
-                        first = await (await who.send()).result(timeout=30)
+                        first = await (await tells_its_pid.send()).result(timeout=30)
                         await asyncio.to_thread(server.kill)
                         server.settings["appendonly"] = "no"
                         await asyncio.to_thread(server.restart)
                         os.kill(first, signal.SIGKILL)
-                        assert await (await who.send()).result(timeout=30) != first
+                        assert await (await tells_its_pid.send()).result(timeout=30) != first
 
                 run(scenario)
                 assert supervisor.poll() is None
@@ -517,7 +517,7 @@ def test_a_worker_process_is_replaced_while_the_server_must_not_be_used(tmp_path
 
 
 def test_a_server_may_be_allowed_to_forget_and_then_does(sqlite_url: str, other_url: str, redis_program: Path) -> None:
-    """Fault 6: this is what is refused otherwise; what the stores had accepted is not lost even so."""
+    """Fault 6: with the explicit permission; messages that the stores had accepted are not lost even so."""
     with RedisServer(redis_program, settings={"appendonly": "no"}) as server:
 
         async def scenario() -> None:
@@ -546,14 +546,14 @@ def test_a_server_may_be_allowed_to_forget_and_then_does(sqlite_url: str, other_
 # servers that are away
 
 
-#: Seconds of the test's own clock for which the server is away, and between two looks of the worker.
+#: Seconds on the test's clock for which the server is away, and between two attempts of the worker.
 AWAY_SECONDS, LOOK_SECONDS = 600, 5
 
 
 def test_a_server_that_is_away_for_long_is_asked_at_a_bounded_rate_and_burns_no_attempt(
     store_url: str, redis_server: RedisServer, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 34: a quarter of an hour of resets, on a clock of our own, while other work is done; then everything is."""
+    """Fault 34: ten minutes of resets, on a fake clock, while other work is done; then everything is received."""
     monkeypatch.undo()
     clock = FakeClock()
     done: list[str] = []
@@ -598,7 +598,7 @@ def test_a_server_that_is_away_for_long_is_asked_at_a_bounded_rate_and_burns_no_
 def test_a_worker_starts_while_the_server_is_away_and_receives_when_it_comes(
     sqlite_url: str, other_url: str, redis_program: Path
 ) -> None:
-    """Fault 34: what needs no broker is done meanwhile, and nobody has to start it again."""
+    """Fault 34: work that needs no broker is done meanwhile, and no process has to be restarted."""
     with RedisServer(redis_program) as server:
         server.kill()
 

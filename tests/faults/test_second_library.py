@@ -1,4 +1,4 @@
-"""A second SQLite library, a closed descriptor or another file in the place of the store's: refused, or noticed."""
+"""A second SQLite library, a closed descriptor or another file in place of the store's: refused, or noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sqlite_visitors import (
 
 from onefold import App, ConfigurationError, SecondLibraryError, StoreReplacedError
 from onefold.store import Query
-from onefold.stores.sqlite import guard
+from onefold.store.sqlite import second_library as guard
 
 REMEDY = r'driver="sqlite3"'
 
@@ -47,12 +47,12 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_a_second_app_on_the_file_does_not_drop_the_locks_of_the_first(path: Path) -> None:
-    """The file is never opened but through SQLite: closing any other descriptor would drop the process's locks."""
+    """The file is opened only through SQLite: closing any other descriptor would drop the process's locks."""
     second_app_then_visitor(path)
 
 
 def test_opening_a_store_opens_the_file_through_sqlite_alone(path: Path) -> None:
-    """No descriptor of Python's is ever opened on a file that exists, whichever verb of opening is used."""
+    """Python opens no descriptor on an existing file, whichever way the store is opened."""
     run(lambda: _open_and_close(path))
     opened: list[str] = []
     watching = True
@@ -64,7 +64,7 @@ def test_opening_a_store_opens_the_file_through_sqlite_alone(path: Path) -> None
     sys.addaudithook(watch)
     run(lambda: _open_and_close(path))
     watching = False
-    # Created with O_EXCL, which fails on a file that is there without opening it.
+    # Created with O_EXCL, which fails on an existing file without opening it.
     assert opened.count(str(path)) <= 1
 
 
@@ -77,7 +77,7 @@ async def _open_and_close(path: Path) -> None:
 
 
 def test_sqlite3_on_the_file_of_an_open_store_is_refused(path: Path) -> None:
-    """It would take itself for the only one on the file: a send returned a receipt for a message that was not there."""
+    """Unaware of the other library, it would delete the log on closing, and accepted messages with it."""
     sqlite3_beside_the_store(path)
 
 
@@ -103,7 +103,7 @@ def spellings(path: Path) -> list[Any]:
 
 
 def test_every_spelling_of_its_name_is_refused(path: Path) -> None:
-    """Files are known by device and inode: links, URIs and other ways to write the path lead to the same file."""
+    """Files are compared by device and inode: links, URIs and other spellings of the path lead to the same file."""
 
     async def main() -> None:
         async with app_on(path):
@@ -115,7 +115,7 @@ def test_every_spelling_of_its_name_is_refused(path: Path) -> None:
 
 
 def test_other_files_may_be_opened_and_the_file_itself_after_the_close(path: Path) -> None:
-    """The guard refuses the store's own file, while it is open, and nothing else."""
+    """The guard refuses only the store's own file, while it is open."""
 
     async def main() -> None:
         async with app_on(path):
@@ -131,7 +131,7 @@ def test_other_files_may_be_opened_and_the_file_itself_after_the_close(path: Pat
 
 
 def test_what_is_held_is_free_when_the_last_holder_is_gone(path: Path) -> None:
-    """Also a store that was never closed lets go with its end: another file may get the same inode."""
+    """Even a store that was never closed releases the file when it is collected: another file may get its inode."""
     held = [guard.hold(str(path), "apsw"), guard.hold(str(path), "apsw")]
     held.pop().release()
     with pytest.raises(SecondLibraryError) as refused:
@@ -164,7 +164,7 @@ def test_a_store_does_not_open_a_file_that_this_process_has_open_otherwise(path:
 
 
 def test_other_connections_of_the_same_library_are_welcome(path: Path) -> None:
-    """One library knows all of its connections, and its locks stay."""
+    """One library knows all of its connections, and keeps its locks."""
 
     async def main() -> None:
         connection = apsw.Connection(str(path))
@@ -177,7 +177,7 @@ def test_other_connections_of_the_same_library_are_welcome(path: Path) -> None:
 
 
 def test_two_stores_on_one_file_must_use_one_library(path: Path) -> None:
-    """Whichever comes second is refused, and told which driver the first one has."""
+    """The second one is refused, with the driver of the first one."""
 
     async def main() -> None:
         async with app_on(path, driver="sqlite3"):
@@ -196,7 +196,7 @@ def test_two_stores_on_one_file_must_use_one_library(path: Path) -> None:
 
 
 def test_with_the_interpreters_own_module_both_may_have_the_file_open(path: Path) -> None:
-    """One library serves both: what either commits the other sees, and nothing is lost."""
+    """One library serves both: each sees the commits of the other, and nothing is lost."""
 
     async def main() -> None:
         async with app_on(path, driver="sqlite3") as app:
@@ -231,7 +231,7 @@ def restore(path: Path) -> None:
 
 
 def replace_log(path: Path) -> None:
-    """What a second library does that takes itself for the last to leave."""
+    """Replace the log, as a second library does that believes it closes the last connection."""
     Path(f"{path}-wal").unlink()
     Path(f"{path}-wal").touch()
 
@@ -239,12 +239,12 @@ def replace_log(path: Path) -> None:
 @pytest.mark.parametrize("driver", ["apsw", "sqlite3"])
 @pytest.mark.parametrize("act", [move_away, remove, restore, replace_log])
 def test_a_file_that_is_not_ours_any_more_accepts_nothing(path: Path, act: Callable[[Path], None], driver: str) -> None:
-    """A send is not answered before it is certain that the file, and its log, still have their names."""
+    """A send is answered only once it is certain that the file and its log still have their names."""
     moved_file_accepts_nothing(path, act, driver)
 
 
 def test_a_transaction_is_not_answered_either(path: Path) -> None:
-    """All callers that share its commit are told the same."""
+    """All callers that share its commit get the error."""
 
     async def main() -> None:
         async with app_on(path) as app:
@@ -261,7 +261,7 @@ def test_a_transaction_is_not_answered_either(path: Path) -> None:
 
 
 def test_a_change_of_the_working_directory_is_no_other_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path relative to the working directory is looked up once, when the store is opened."""
+    """A relative path is resolved once, when the store is opened."""
     monkeypatch.chdir(path.parent)
 
     async def main() -> None:
@@ -293,12 +293,12 @@ def test_a_link_to_the_file_is_followed(path: Path) -> None:
     run(main)
 
 
-# rights
+# permissions
 
 
 @pytest.mark.parametrize("options", [{}, {"driver": "sqlite3"}, {"driver": "sqlite3", "journal": "delete"}])
 def test_a_new_database_is_private_to_its_owner(path: Path, options: dict[str, Any]) -> None:
-    """Messages may hold anything; SQLite gives the log and the shared memory the rights of the file."""
+    """Messages may contain anything; SQLite gives the log and the shared memory the permissions of the file."""
     before = os.umask(0o022)
     try:
 
@@ -323,7 +323,7 @@ def test_an_existing_database_keeps_its_rights(path: Path) -> None:
 
 
 def test_a_command_that_only_looks_does_not_create_the_file(tmp_path: Path) -> None:
-    """A misspelt URL is told in one line; only ``migrate`` creates a database."""
+    """A misspelt URL is reported in one line; only ``migrate`` creates a database."""
     url = f"sqlite:///{tmp_path}/typo.db"
 
     def onefold(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -340,7 +340,7 @@ def test_a_command_that_only_looks_does_not_create_the_file(tmp_path: Path) -> N
 
 
 def test_a_directory_that_may_not_be_written_is_named(tmp_path: Path) -> None:
-    """As a configuration error, not as one that may pass."""
+    """As a configuration error, not as a temporary one."""
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(0o555)

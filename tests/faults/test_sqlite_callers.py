@@ -1,4 +1,4 @@
-"""The caller's own SQL on SQLite, where all processes share one write lock: given up, endless, too long, at a close."""
+"""The caller's own SQL on SQLite, where processes share one write lock: cancelled, endless, too long, or at a close."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from onefold import App, Context, DeadError, ReadTooLongError, RetryPolicy, StoreError, TransactionTooLongError
 from onefold.clock import SystemClock
 from onefold.store import Query, State
-from onefold.stores.sqlite import SQLiteStore
+from onefold.store.sqlite import SQLiteStore
 
 #: A scenario takes a second or two; one that hangs ends here.
 SECONDS_MAX = 30
@@ -45,23 +45,23 @@ def play(path: Path, driver: str, scenario: Scenario) -> None:
 
 
 async def effects(app: App) -> list[Any]:
-    """Return what was committed."""
+    """Return the committed rows."""
     return [row[0] for row in await app.store.fetch("SELECT x FROM effect ORDER BY x")]
 
 
 async def seconds_of(awaited: Awaitable[object]) -> float:
-    """Return how long something takes."""
+    """Return how long an awaitable takes."""
     clock = SystemClock()
     began = clock.steady()
     await awaited
     return (clock.steady() - began) / 1_000_000
 
 
-# statements whose wait was given up
+# cancelled statements
 
 
 async def give_up_before_it_begins(app: App) -> None:
-    """Three waits are given up while a neighbour has the writer; one statement is run in the end."""
+    """Three statements are cancelled while another task has the writer; one is run in the end."""
     is_open, go_on = asyncio.Event(), asyncio.Event()
 
     async def neighbour() -> None:
@@ -84,12 +84,12 @@ async def give_up_before_it_begins(app: App) -> None:
 
 
 def test_a_statement_that_was_given_up_before_it_began_is_never_run(tmp_path: Path, driver: str) -> None:
-    """A caller that stopped waiting and tried again has one row, not one for each try."""
+    """A caller that stopped waiting and retried has one row, not one for each try."""
     play(tmp_path / "shop.db", driver, give_up_before_it_begins)
 
 
 async def give_up_while_it_runs(app: App) -> None:
-    """A statement's wait is given up while it runs; the block ends as if nothing had happened."""
+    """A statement is cancelled while it runs; the block then ends normally."""
 
     async def block() -> None:
         async with app.transaction() as tx:
@@ -105,12 +105,12 @@ async def give_up_while_it_runs(app: App) -> None:
 
 
 def test_a_transaction_with_a_statement_that_was_given_up_cannot_commit(tmp_path: Path, driver: str) -> None:
-    """It is not known what a statement did whose answer was not waited for, so nothing of it is committed."""
+    """The effect of a statement without an awaited answer is unknown, so the whole transaction is rolled back."""
     play(tmp_path / "shop.db", driver, give_up_while_it_runs)
 
 
 def test_a_commit_that_was_given_up_before_it_began_is_a_rollback(tmp_path: Path, driver: str) -> None:
-    """A block that is cancelled while its commit waits for its turn has written nothing."""
+    """A block that is cancelled while its commit waits has written nothing."""
 
     async def scenario(app: App) -> None:
         assert isinstance(app.store, SQLiteStore)
@@ -119,11 +119,11 @@ def test_a_commit_that_was_given_up_before_it_began_is_a_rollback(tmp_path: Path
         await transaction.__aenter__()
         await transaction.execute("INSERT INTO effect VALUES (1)")
         ending = asyncio.create_task(transaction.__aexit__(None, None, None))
-        writer._busy = True  # the writer does something else at this moment
+        writer._busy = True  # as if the writer was busy
         await asyncio.sleep(0.01)
         ending.cancel()
         await asyncio.wait([ending])
-        writer._free()
+        writer._resume()
         async with app.transaction() as tx:
             await tx.execute("INSERT INTO effect VALUES (2)")
         assert await effects(app) == [2]
@@ -132,7 +132,7 @@ def test_a_commit_that_was_given_up_before_it_began_is_a_rollback(tmp_path: Path
 
 
 def test_a_send_that_was_given_up_before_it_began_is_not_stored(tmp_path: Path, driver: str) -> None:
-    """What waits for the writer and is cancelled is taken back."""
+    """A send that waits for the writer and is cancelled is withdrawn."""
 
     async def scenario(app: App) -> None:
         @app.task
@@ -143,7 +143,7 @@ def test_a_send_that_was_given_up_before_it_began_is_not_stored(tmp_path: Path, 
 
         async with app.transaction() as tx:
             await tx.execute("INSERT INTO effect VALUES (1)")
-            # In a context of its own: in that of the block a send would join it.
+            # In its own context: in that of the block the send would join its transaction.
             sending = asyncio.get_running_loop().create_task(send(), context=contextvars.Context())
             await asyncio.sleep(0.02)
             sending.cancel()
@@ -153,12 +153,12 @@ def test_a_send_that_was_given_up_before_it_began_is_not_stored(tmp_path: Path, 
     play(tmp_path / "shop.db", driver, scenario)
 
 
-# statements without an end
+# endless statements
 
 
 @pytest.mark.parametrize("statement", [ENDLESS, ENDLESS_WRITE], ids=["read", "write"])
 def test_an_endless_statement_ends_with_the_timeout_of_its_task(tmp_path: Path, driver: str, statement: str) -> None:
-    """The statement is interrupted, the writer is free for others, and the message is a dead letter in the end."""
+    """The statement is interrupted, the writer is free for others, and the message becomes a dead letter."""
 
     async def scenario(app: App) -> None:
         @app.task(timeout=0.3, retry=RetryPolicy(max_attempts=1))
@@ -183,7 +183,7 @@ def test_an_endless_statement_ends_with_the_timeout_of_its_task(tmp_path: Path, 
 def test_an_endless_statement_ends_with_the_time_of_its_transaction(
     tmp_path: Path, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a timeout of its own the limit of a transaction ends it, as the typed error, and it is counted."""
+    """Without a timeout of the task the limit of a transaction ends it, as the typed error, and counts an attempt."""
     monkeypatch.setattr("onefold.limits.TRANSACTION_SECONDS_MAX", 0.3)
 
     async def scenario(app: App) -> None:
@@ -201,11 +201,11 @@ def test_an_endless_statement_ends_with_the_time_of_its_transaction(
     play(tmp_path / "shop.db", driver, scenario)
 
 
-# transactions that are open for too long
+# transactions that stay open for too long
 
 
 def test_a_transaction_that_keeps_the_lock_for_too_long_is_ended(tmp_path: Path, driver: str) -> None:
-    """A block that waits inside is rolled back after its time, and neighbours write meanwhile."""
+    """A block that waits inside is rolled back after its time, and others write meanwhile."""
 
     async def scenario(app: App) -> None:
         is_open, go_on = asyncio.Event(), asyncio.Event()
@@ -233,7 +233,7 @@ def test_a_transaction_that_keeps_the_lock_for_too_long_is_ended(tmp_path: Path,
 
 
 def test_a_block_that_only_ends_too_late_is_told_so(tmp_path: Path, driver: str) -> None:
-    """The end of a block whose transaction was rolled back raises: it has not happened."""
+    """The end of a block with a rolled back transaction raises, because nothing was committed."""
 
     async def scenario(app: App) -> None:
         async def block() -> None:
@@ -249,7 +249,7 @@ def test_a_block_that_only_ends_too_late_is_told_so(tmp_path: Path, driver: str)
 
 
 def test_a_longer_time_can_be_asked_for(tmp_path: Path, driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that says so may be open for longer than the usual time."""
+    """A block that asks for it may stay open for longer than the usual time."""
     monkeypatch.setattr("onefold.limits.TRANSACTION_SECONDS_MAX", 0.1)
 
     async def scenario(app: App) -> None:
@@ -265,7 +265,7 @@ def test_a_longer_time_can_be_asked_for(tmp_path: Path, driver: str, monkeypatch
 
 
 def test_an_endless_read_keeps_no_claim_and_no_count_waiting(tmp_path: Path, driver: str) -> None:
-    """While one handler reads for ever, others are claimed, operators are answered, and its timeout ends it."""
+    """While one handler reads for ever, others are claimed and operators are answered; its timeout ends it."""
 
     async def scenario(app: App) -> None:
         reading, ran = asyncio.Event(), asyncio.Event()
@@ -314,7 +314,7 @@ def test_a_read_that_takes_too_long_is_a_typed_error(
 
 
 def test_a_close_ends_the_reads_of_callers(tmp_path: Path, driver: str) -> None:
-    """One that runs and one that waits are told that the store is closed."""
+    """A running read and a waiting one get the error that the store is closed."""
 
     async def main() -> None:
         app = App(store=SQLiteStore(str(tmp_path / "shop.db"), driver=driver))
@@ -329,7 +329,7 @@ def test_a_close_ends_the_reads_of_callers(tmp_path: Path, driver: str) -> None:
     asyncio.run(asyncio.wait_for(main(), SECONDS_MAX))
 
 
-# what a caller's statement may not do
+# statements that callers may not run
 
 REFUSED = {
     "PRAGMA query_only = ON": "PRAGMA query_only",
@@ -350,7 +350,6 @@ REFUSED = {
     "DROP VIEW onefold_inbox": "DROP VIEW onefold_inbox",
     "DROP TABLE OneFold_message": "DROP TABLE onefold_message",
     "DROP INDEX onefold_delivery_due": "DROP INDEX onefold_delivery_due",
-    "DROP TRIGGER onefold_arrive": "DROP TRIGGER onefold_arrive",
     "ALTER TABLE onefold_message ADD COLUMN mine": "ALTER TABLE onefold_message",
     "CREATE TRIGGER mine AFTER INSERT ON onefold_message BEGIN SELECT 1; END": "CREATE TRIGGER ON onefold_message",
 }
@@ -359,7 +358,7 @@ REFUSED = {
 @pytest.mark.parametrize("verb", ["execute", "fetch"])
 @pytest.mark.parametrize("place", ["file", "memory"])
 def test_what_would_change_the_shared_connection_is_refused(tmp_path: Path, driver: str, verb: str, place: str) -> None:
-    """Each is a typed error with its reason, in a transaction and in a read, and everything goes on as before."""
+    """Each is a typed error with its reason, in a transaction and in a read, and everything works as before."""
 
     async def run(app: App, statement: str) -> None:
         if verb == "fetch":
@@ -389,7 +388,7 @@ def test_what_would_change_the_shared_connection_is_refused(tmp_path: Path, driv
 
 
 def test_a_vacuum_is_refused(tmp_path: Path, driver: str) -> None:
-    """It is not possible inside a transaction, and a read must not copy the file away."""
+    """It is impossible inside a transaction, and a read must not copy the file elsewhere."""
 
     async def scenario(app: App) -> None:
         with pytest.raises(Exception, match=r"VACUUM|vacuum"):
@@ -403,7 +402,7 @@ def test_a_vacuum_is_refused(tmp_path: Path, driver: str) -> None:
 
 
 def test_a_close_answers_all_that_wait(tmp_path: Path, driver: str) -> None:
-    """Twenty transactions are under way when the app is closed: each is committed or told, none waits for ever."""
+    """Twenty transactions are under way at the close: each is committed or gets an error, none waits for ever."""
 
     async def main() -> None:
         app = App(store=SQLiteStore(str(tmp_path / "shop.db"), driver=driver))
@@ -432,7 +431,7 @@ def test_a_close_answers_all_that_wait(tmp_path: Path, driver: str) -> None:
 def test_a_close_does_not_wait_for_an_endless_statement(
     tmp_path: Path, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long a block asked for, a close interrupts what it runs after the usual time of a transaction."""
+    """A close interrupts a block's statement after the usual time of a transaction, even if the block has more."""
     monkeypatch.setattr("onefold.limits.TRANSACTION_SECONDS_MAX", 0.2)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Wake-ups between processes on one SQLite file: whatever is wrong with them, sends and settlements go on."""
+"""Wake-ups between processes on one SQLite file: whatever goes wrong with them, sends and settlements succeed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from onefold import App
-from onefold.stores.sqlite import listeners
-from onefold.stores.sqlite.wake import Wake
+from onefold.store.sqlite import notify
+from onefold.store.sqlite.notify import Notifier
 
-#: Far longer than a wake-up takes, far shorter than a test that hangs.
+#: Far longer than a wake-up takes, far shorter than a hanging test.
 SECONDS_MAX = 10
 #: A user and a group that no process here runs as.
 STRANGER, GROUP = 4002, 4003
@@ -37,7 +37,7 @@ def public() -> Iterator[Path]:
 
 
 async def send_and_work(path: Path, number: int = 5) -> None:
-    """Send a few messages, each of which sends another from its handler, and work through all of them."""
+    """Send a few messages, each of which sends another from its handler, and handle all of them."""
     app = App(f"sqlite:///{path}")
     ran: list[int] = []
 
@@ -52,13 +52,13 @@ async def send_and_work(path: Path, number: int = 5) -> None:
     async with asyncio.timeout(SECONDS_MAX), app:
         for n in range(number):
             await first.send(n)
-            await asyncio.sleep(listeners._TICK_MICROS / 1_000_000)  # so that each of them looks for listeners
+            await asyncio.sleep(notify._TICK_MICROS / 1_000_000)  # so that each commit looks for listeners
         await app.work(until_idle=True)
     assert sorted(ran) == list(range(number))
 
 
 def planted_link_is_not_followed(home: Path) -> None:
-    """Another user has planted a link to a directory of files in the place of the wake-up directory."""
+    """Another user has planted a link to a directory of files in place of the wake-up directory."""
     precious = home / "precious"
     precious.mkdir()
     for name in ("invoices.csv", "notes.txt"):
@@ -74,7 +74,7 @@ def test_a_planted_link_is_not_followed_and_no_file_is_removed(tmp_path: Path) -
 
 
 def test_nothing_but_sockets_is_removed_from_the_directory(tmp_path: Path) -> None:
-    """A file and a link in a directory of the right owner stay; the socket of a dead process is removed."""
+    """A file and a link in a directory with the right owner stay; the socket of a dead process is removed."""
     directory = tmp_path / "shop.db-wake"
     directory.mkdir(mode=0o700)
     (directory / "file").write_text("kept")
@@ -87,10 +87,10 @@ def test_nothing_but_sockets_is_removed_from_the_directory(tmp_path: Path) -> No
 
 
 def listing_is_bounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of entries in the directory: a commit looks at no more than the limit."""
+    """Check that a commit looks at no more than the limit of thousands of entries in the directory."""
     directory = home / "shop.db-wake"
     directory.mkdir(mode=0o700)
-    for number in range(4 * listeners.LISTENERS_MAX):
+    for number in range(4 * notify.LISTENERS_MAX):
         (directory / f"{number}").symlink_to("nowhere")
     seen: list[int] = []
     scandir = os.scandir
@@ -112,17 +112,17 @@ def listing_is_bounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "scandir", Counted)
     asyncio.run(send_and_work(home / "shop.db", 2))
     assert seen
-    assert max(seen) <= listeners.LISTENERS_MAX
+    assert max(seen) <= notify.LISTENERS_MAX
 
 
 def test_a_flooded_directory_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many entries another process has put there, the event loop looks at a bounded number of them."""
+    """However many entries another process has put there, the event loop reads a bounded number of them."""
     listing_is_bounded(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("function", ["lstat", "open", "scandir", "stat"])
 def test_a_wake_up_that_fails_fails_no_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Listeners that come and go, a lack of descriptors: whichever call fails, at whatever moment, sends succeed."""
+    """Listeners come and go, descriptors run out: whichever call fails, at whatever moment, sends succeed."""
     directory = f"{tmp_path / 'shop.db'}-wake"
     Path(directory).mkdir(mode=0o700)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -143,14 +143,14 @@ def test_a_wake_up_that_fails_fails_no_send(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_listeners_that_come_and_go_fail_no_ring(tmp_path: Path) -> None:
-    """The directory is made and removed again and again beside a process that rings; both go on."""
+    """The directory is made and removed again and again beside a process that rings; both continue."""
     path = tmp_path / "shop.db"
     path.touch()
 
     async def scenario() -> None:
-        ringing = Wake(str(path), between_processes=True)
+        ringing = Notifier(str(path), between_processes=True)
         for _ in range(50):
-            listening = Wake(str(path), between_processes=True)
+            listening = Notifier(str(path), between_processes=True)
             waiting = asyncio.create_task(listening.wait(SECONDS_MAX))
             await asyncio.sleep(0)
             ringing._listeners.notify()
@@ -164,14 +164,14 @@ def test_listeners_that_come_and_go_fail_no_ring(tmp_path: Path) -> None:
 
 
 def test_a_path_longer_than_a_socket_address_is_woken_too(tmp_path: Path) -> None:
-    """A Unix address has room for a hundred bytes, the path of a database has not."""
+    """A Unix address has room for a hundred bytes, while the path of a database may be longer."""
     home = tmp_path / ("a" * 100) / ("b" * 100)
     home.mkdir(parents=True)
     path = home / "shop.db"
     path.touch()
 
     async def scenario() -> None:
-        ringing, listening = (Wake(str(path), between_processes=True) for _ in range(2))
+        ringing, listening = (Notifier(str(path), between_processes=True) for _ in range(2))
         waiting = asyncio.create_task(listening.wait(SECONDS_MAX))
         await asyncio.sleep(0)
         ringing.ring()
@@ -179,7 +179,7 @@ def test_a_path_longer_than_a_socket_address_is_woken_too(tmp_path: Path) -> Non
         ringing.close()
         listening.close()
 
-    if not os.path.isdir(listeners._DESCRIPTORS):
+    if not os.path.isdir(notify._DESCRIPTORS):
         pytest.skip("this system has no paths through descriptors; it polls")
     asyncio.run(scenario())
 
@@ -189,8 +189,8 @@ def test_what_a_killed_process_left_is_gone_after_the_last_close(tmp_path: Path)
     path = tmp_path / "shop.db"
     path.touch()
     code = (
-        "import asyncio, os, sys\nfrom onefold.stores.sqlite.wake import Wake\n"
-        "async def main():\n    await Wake(sys.argv[1], between_processes=True).wait(0.01)\n    os._exit(9)\n"
+        "import asyncio, os, sys\nfrom onefold.store.sqlite.notify import Notifier\n"
+        "async def main():\n    await Notifier(sys.argv[1], between_processes=True).wait(0.01)\n    os._exit(9)\n"
         "asyncio.run(main())"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=SECONDS_MAX, check=False).returncode == 9
@@ -198,7 +198,7 @@ def test_what_a_killed_process_left_is_gone_after_the_last_close(tmp_path: Path)
     assert len(list(directory.iterdir())) == 1
 
     async def scenario() -> None:
-        wake = Wake(str(path), between_processes=True)
+        wake = Notifier(str(path), between_processes=True)
         await wake.wait(0.01)
         wake.close()
 
@@ -207,9 +207,9 @@ def test_what_a_killed_process_left_is_gone_after_the_last_close(tmp_path: Path)
 
 
 def run_as_stranger(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run code as another user: imported as the one that can read the interpreter, then the rights are dropped."""
+    """Run code as another user: imports run with the rights to read the interpreter, which are then dropped."""
     prelude = (
-        "import asyncio, os, sys\nfrom onefold import App\nfrom onefold.stores.sqlite.wake import Wake\n"
+        "import asyncio, os, sys\nfrom onefold import App\nfrom onefold.store.sqlite.notify import Notifier\n"
         f"os.setgroups([]); os.setgid({GROUP}); os.setuid({STRANGER})\n"
     )
     return subprocess.run(
@@ -219,7 +219,7 @@ def run_as_stranger(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @needs_root
 def test_the_directory_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A directory in the right place that a stranger owns is not used, nor one that strangers may write."""
+    """A directory in the right place is not used if a stranger owns it or may write to it."""
     for number, (owner, mode) in enumerate([(STRANGER, 0o777), (STRANGER, 0o700), (0, 0o777)]):
         home = tmp_path / str(number)
         home.mkdir()
@@ -240,7 +240,7 @@ def test_the_directory_of_another_user_is_not_used(tmp_path: Path, caplog: pytes
 
 @needs_root
 def test_users_that_share_a_file_by_its_group_wake_each_other(public: Path) -> None:
-    """The directory and its sockets follow the file's group, whichever of the users has made them."""
+    """The directory and its sockets belong to the file's group, whichever user made them."""
     home = public / "shared"
     home.mkdir()
     os.chown(home, 0, GROUP)
@@ -249,14 +249,14 @@ def test_users_that_share_a_file_by_its_group_wake_each_other(public: Path) -> N
     path.touch()
     os.chown(path, 0, GROUP)
     path.chmod(0o660)
-    listen = "w = Wake(sys.argv[1], between_processes=True)\nprint('ready', flush=True)\n"
+    listen = "w = Notifier(sys.argv[1], between_processes=True)\nprint('ready', flush=True)\n"
     ring = (
-        "async def main():\n    w = Wake(sys.argv[1], between_processes=True)\n"
+        "async def main():\n    w = Notifier(sys.argv[1], between_processes=True)\n"
         "    print(w._listeners.notify())\nasyncio.run(main())"
     )
 
     async def stranger_rings() -> None:
-        wake = Wake(str(path), between_processes=True)
+        wake = Notifier(str(path), between_processes=True)
         waiting = asyncio.create_task(wake.wait(SECONDS_MAX))
         await asyncio.sleep(0)
         ran = await asyncio.to_thread(run_as_stranger, ring, str(path))
@@ -267,7 +267,7 @@ def test_users_that_share_a_file_by_its_group_wake_each_other(public: Path) -> N
     async def stranger_listens() -> None:
         code = listen + f"asyncio.run(w.wait({SECONDS_MAX}))\nprint('woken')"
         running = asyncio.create_task(asyncio.to_thread(run_as_stranger, code, str(path)))
-        wake = Wake(str(path), between_processes=True)
+        wake = Notifier(str(path), between_processes=True)
         while not wake._listeners.notify():
             assert not running.done(), running.result()
             await asyncio.sleep(0.01)
@@ -281,7 +281,7 @@ def test_users_that_share_a_file_by_its_group_wake_each_other(public: Path) -> N
 
 @needs_root
 def test_a_send_succeeds_beside_listeners_that_may_not_be_seen(public: Path) -> None:
-    """The worker of another user has made the directory for itself alone; sends and settlements do not fail of it."""
+    """Another user's worker has made the directory for itself alone; sends and settlements still succeed."""
     home = public / "open"
     home.mkdir()
     os.chown(home, STRANGER, GROUP)

@@ -1,4 +1,4 @@
-"""A web shop as most begin: FastAPI, SQLAlchemy with aiosqlite, and onefold on the same SQLite file.
+"""A typical first web shop: FastAPI, SQLAlchemy with aiosqlite, and onefold on the same SQLite file.
 
 ``onefold worker web_shop:app`` finds the file in ``ONEFOLD_URL``.
 """
@@ -25,8 +25,8 @@ async def charge(ctx: Context, order: int) -> None:
 
 
 def make_web(path: Path) -> FastAPI:
-    """The web process: its rows through the ORM, its messages through onefold."""
-    # Without a pool each request opens and closes the file, which is what drops the locks of another library.
+    """Return the web application: its rows go through the ORM, its messages through onefold."""
+    # Without a pool each request opens and closes the file, which drops the locks of another library.
     engine = create_async_engine(f"sqlite+aiosqlite:///{path}", poolclass=NullPool, connect_args={"timeout": 30})
 
     @asynccontextmanager

@@ -1,14 +1,16 @@
-"""Defects of the process of isolated handlers, put back inside it: it imports this when ISOLATED_MUTANT is set."""
+"""Defects of the process of isolated handlers, put back inside it when ISOLATED_MUTANT is set."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from onefold import isolated, spawning, threads
+from onefold import child_process as spawning
+from onefold.handlers import threads
+from onefold.processes import isolated_main as isolated
 
 
 def put_back() -> None:
-    """Let forks go on, and write on the line of their parent."""
+    """Let forks continue, and write into the pipe of their parent."""
 
     def go_on(*_: Any) -> None: ...
 

@@ -12,7 +12,7 @@ from onefold import Receipt
 from onefold.store import Query, Record
 from onefold.testing.clock import FakeClock
 
-#: Processes are started and killed here, on machines that are busy.
+#: Processes are started and killed, on machines that may be busy.
 SECONDS_MAX = 120
 
 
@@ -21,7 +21,7 @@ class Bench:
 
     def __init__(self, url: str) -> None:
         self.insert = f"INSERT INTO effect (name) VALUES ({'?' if url.startswith('sqlite') else '%s'})"
-        clock = app._clock
+        clock = app.clock
         assert isinstance(clock, FakeClock)
         self.clock = clock
 
@@ -50,7 +50,7 @@ class Bench:
 
 
 async def result_of(receipt: Receipt[Any]) -> Any:
-    """Wait for a result in real time; the clock of the app stands still."""
+    """Wait for a result in real time, because the clock of the app stands still."""
     while not (await app.find(Query(ids=(receipt.id,))))[0].state.ended:
         turn = asyncio.Event()
         asyncio.get_running_loop().call_later(0.02, turn.set)

@@ -1,4 +1,4 @@
-"""Tasks that run in processes of their own; imported by the tests and, again, by each of those processes."""
+"""Tasks that run in their own processes; imported by the tests and by each of those processes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _segfault() -> None:
 
 
 def _out_of_memory() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does
+    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
 
 
 DEATHS: dict[str, Callable[[], object]] = {
@@ -120,7 +120,7 @@ class Odd(BaseException):
 
 
 class UnprintableError(Exception):
-    """Fails when anybody looks at it."""
+    """Fails when it is formatted."""
 
     def __str__(self) -> str:
         raise Odd("no text")
@@ -168,7 +168,7 @@ def fails_in_thread(ctx: SyncContext, how: str) -> None:
 
 
 class GoneError(Exception):
-    """Cannot be cured by trying again; the worker knows of it only through the policy."""
+    """A permanent failure; the worker knows that only from the task's policy."""
 
 
 @app.task(isolate=True, retry=RetryPolicy(permanent=(GoneError,)))
@@ -209,7 +209,7 @@ def _start_a_program(file: int) -> None:
 
 @app.task(isolate=True)
 async def hangs(path: str, where: str = "python") -> None:
-    """Say who runs it, then never come to an end; the file is closed when the process is gone, and its program."""
+    """Write its process id, then never end; the pipe reaches its end when the process and its programs are gone."""
     file = os.open(path, os.O_WRONLY)
     if where == "program":
         _start_a_program(file)
@@ -220,13 +220,13 @@ async def hangs(path: str, where: str = "python") -> None:
 
 
 @app.task(isolate=True)
-async def who() -> int:
+async def tells_its_pid() -> int:
     return os.getpid()
 
 
 @app.task(isolate=True)
 async def leaves_a_child(how: str) -> int:
-    """Fork without ending the fork, which keeps the line of its parent open, and perhaps die."""
+    """Fork and leave the fork running, which keeps its parent's pipe open; then die or return."""
     if (pid := os.fork()) == 0:
         signal.pause()
         os._exit(0)
@@ -237,7 +237,7 @@ async def leaves_a_child(how: str) -> int:
 
 @app.task(isolate=True)
 def dies_with_a_program(path: str) -> None:
-    """Start a program that holds a pipe open, and die by itself."""
+    """Start a program that holds a pipe open, and die."""
     with open(path, "w") as pipe:
         subprocess.Popen(["sleep", "600"], stdout=pipe)
     os._exit(7)
@@ -253,7 +253,7 @@ def _fork(path: str) -> int:
 
 @app.task(isolate=True, retry=ONCE, timeout=10)
 async def forks(path: str, how: str) -> str:
-    """Make a fork that goes on as if it were its parent."""
+    """Make a fork that continues as if it were its parent."""
     if pid := _fork(path):
         return str(pid)
     if how == "raises":
@@ -274,7 +274,7 @@ def forks_in_a_thread(path: str, how: str) -> str:
 
 @app.task(isolate=True, retry=ONCE, timeout=10)
 async def waits_for_its_fork() -> str:
-    """Return when the fork, which returns at once, is gone."""
+    """Return after the fork, which returns at once, is gone."""
     return _outlive_a_fork()
 
 
@@ -292,7 +292,7 @@ def _outlive_a_fork() -> str:
 
 @app.task(isolate=True, retry=ONCE, timeout=10)
 def lets_the_fork_go_on(ctx: SyncContext, insert: str, path: str, pid: int) -> str:
-    """Let the fork of an earlier run go on, and return after its end."""
+    """Let the fork of an earlier run continue, and return after its end."""
     with open(path, "w"):
         os.waitpid(pid, 0)
     ctx.execute(insert, "own")
@@ -301,14 +301,14 @@ def lets_the_fork_go_on(ctx: SyncContext, insert: str, path: str, pid: int) -> s
 
 @app.task(isolate=True, retry=ONCE, timeout=10)
 def makes_a_pool(number: int) -> int:
-    """Use processes that are forked, asked by a signal to end, and waited for."""
+    """Use a pool of processes that are forked, told to end by a signal, and waited for."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return sum(pool.map(abs, [-number, -number]))
 
 
 @app.task(isolate=True)
 async def stops_at(path: str, release: str, resists: bool = True) -> int:
-    """Say which process runs it, then wait until the second pipe is opened for writing."""
+    """Write its process id, then wait until the second pipe is opened for writing."""
     if not resists:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     await asyncio.to_thread(_rest, path, release)
@@ -332,7 +332,7 @@ async def late(ctx: Context) -> None:
     ctx.after(asyncio.Event().wait)
 
 
-#: Values, by the type of PostgreSQL that they have.
+#: Values, by their type in PostgreSQL.
 VALUES: list[tuple[str, Any]] = [
     ("text", None),
     ("boolean", True),
@@ -353,7 +353,7 @@ VALUES: list[tuple[str, Any]] = [
 
 @app.task(isolate=True, retry=ONCE)
 async def echoes(ctx: Context) -> bool:
-    """Send values of every type to the database and get them back."""
+    """Send values of every type to the database and read them back."""
     columns = ", ".join(f"%s::{kind}" for kind, _ in VALUES)
     (row,) = await ctx.fetch(f"SELECT {columns}", *(value for _, value in VALUES))
     assert row == tuple(value for _, value in VALUES), row
@@ -420,7 +420,7 @@ def _hidden() -> App:
     return hidden
 
 
-#: Apps that a process cannot find: nothing in the module holds them by itself.
+#: Apps that a process cannot find, because no name of the module refers to them.
 HIDDEN = [_hidden()]
 
 

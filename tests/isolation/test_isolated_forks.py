@@ -1,4 +1,4 @@
-"""What handlers start in their processes: forks that come back, programs that stay, signals to all of them at once."""
+"""Processes that handlers start in their own: forks that come back, programs that stay, signals to all of them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def a_fork_answers_for_no_message(bench: Bench, directory: Path, task: Any
 def test_a_fork_that_comes_back_answers_for_no_message(
     sqlite_bench: Bench, tmp_path: Path, task: Any, how: str
 ) -> None:
-    """C15: a failed ``os.execvp`` is enough; the next message was settled with the fork's answer."""
+    """A failed ``os.execvp`` is enough; the next message must not be settled with the fork's answer."""
     sqlite_bench.run(lambda: a_fork_answers_for_no_message(sqlite_bench, tmp_path, task, how))
 
 
 async def a_fork_does_not_answer_before_its_parent(task: Any) -> None:
-    """The fork of a run comes back up the stack, while its parent waits for it."""
+    """The fork of a run comes back up the stack while its parent waits for it."""
     sent = await task.send()
     await app.work(until_idle=True)
     assert await sent.result() == "parent"
@@ -62,12 +62,12 @@ async def a_fork_does_not_answer_before_its_parent(task: Any) -> None:
 
 @pytest.mark.parametrize("task", [tasks.waits_for_its_fork, tasks.waits_for_its_fork_in_a_thread])
 def test_a_fork_does_not_answer_before_its_parent(sqlite_bench: Bench, task: Any) -> None:
-    """C15: within one run the number is the same; the fork must not write at all."""
+    """Within one run the number of the run is the same, so the fork must not write at all."""
     sqlite_bench.run(lambda: a_fork_does_not_answer_before_its_parent(task))
 
 
 def test_forks_of_a_handler_can_be_told_to_end(sqlite_bench: Bench) -> None:
-    """M40: a process that leaves signals to its worker must not make its forks deaf."""
+    """A process that leaves signals to its worker must not make its forks ignore them."""
 
     async def scenario() -> None:
         sent = await tasks.makes_a_pool.send(7)
@@ -78,7 +78,7 @@ def test_forks_of_a_handler_can_be_told_to_end(sqlite_bench: Bench) -> None:
 
 
 def test_a_program_of_a_handler_ends_with_its_process(sqlite_bench: Bench, tmp_path: Path) -> None:
-    """The process dies by itself; the pipe is at its end when what it has started is gone too."""
+    """The process dies by itself; the pipe reaches its end when the program it started is gone too."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
@@ -100,7 +100,7 @@ async def _open_for_writing(pipe: Path) -> None:
 def test_a_signal_to_everything_does_not_reach_a_running_handler(
     sqlite_bench: Bench, tmp_path: Path, number: int
 ) -> None:
-    """M40: systemd signals all processes of a service; the worker decides how long a handler may run on."""
+    """Systemd signals all processes of a service; the worker decides how long a handler may continue."""
     bench, pipe, release = sqlite_bench, tmp_path / "pipe", tmp_path / "release"
     os.mkfifo(pipe)
     os.mkfifo(release)
@@ -121,7 +121,7 @@ def test_a_signal_to_everything_does_not_reach_a_running_handler(
 
 @pytest.mark.parametrize("first", ["the death", "the stop"])
 def test_a_death_while_the_worker_stops_does_not_count(sqlite_bench: Bench, tmp_path: Path, first: str) -> None:
-    """M40: three deploys, and the message was quarantined."""
+    """Otherwise three deployments would quarantine the message."""
     bench, pipe, release = sqlite_bench, tmp_path / "pipe", tmp_path / "release"
     os.mkfifo(pipe)
     os.mkfifo(release)
@@ -146,15 +146,15 @@ def test_a_death_while_the_worker_stops_does_not_count(sqlite_bench: Bench, tmp_
 def test_a_process_that_hangs_between_two_messages_is_replaced(
     sqlite_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M38: the next message waited for ever, whatever its timeout, and so did a stop; it is not to blame."""
+    """Neither the next message nor a stop may wait for it, and the message is not to blame."""
     bench = sqlite_bench
     monkeypatch.setattr(limits, "ISOLATED_BEGIN_SECONDS", 0.5)
 
     async def scenario() -> None:
         working = asyncio.create_task(app.work(concurrency=1))
-        pid = await result_of(await tasks.who.send())
+        pid = await result_of(await tasks.tells_its_pid.send())
         os.kill(pid, signal.SIGSTOP)
-        second = await tasks.who.send()
+        second = await tasks.tells_its_pid.send()
         assert await result_of(second) != pid
         record = await bench.record(second)
         assert (record.attempt, record.crashes) == (0, 0)
@@ -169,7 +169,7 @@ def test_a_process_that_hangs_between_two_messages_is_replaced(
 def test_a_lack_of_descriptors_is_no_failure_of_the_message(
     sqlite_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M41: it was a dead letter after its attempts; it waits, uncounted, until there is room."""
+    """The message waits, without an attempt being counted, until there are descriptors."""
     bench = sqlite_bench
 
     def refuse(*_: object, **__: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Handlers in processes of their own: the same verbs, one commit in the worker, and deaths that harm nobody else."""
+"""Handlers in their own processes: the same calls, one commit in the worker, and deaths that affect only themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("task", [tasks.on_loop, tasks.in_thread], ids=["on loop", "in thread"])
 def test_rows_sends_and_result_commit_together_or_not_at_all(bench: Bench, task: Any) -> None:
-    """P6, B18: the verbs are the same, and the commit is the worker's."""
+    """P6, B18: the calls are the same as elsewhere, and the commit is the worker's."""
 
     async def scenario() -> None:
         failed = await task.send(bench.insert, fails=True)
@@ -44,7 +44,7 @@ def test_rows_sends_and_result_commit_together_or_not_at_all(bench: Bench, task:
         assert (seen["attempt"], seen["key"]) == (1, message.idempotency_key)
         assert seen["held"] >= bench.clock.now() / 1e6
         assert seen["upstream"].startswith("onefold-stripe-")
-        # What the lifespan opens is the process's own.
+        # Resources opened by the lifespan belong to the process of the handler.
         assert seen["resources"] == seen["pid"] != os.getpid()
 
     bench.run(scenario)
@@ -66,7 +66,7 @@ def test_an_isolated_subscriber_publishes_with_its_commit(sqlite_bench: Bench) -
     sqlite_bench.run(scenario)
 
 
-#: How a process may die, and what is told of it.
+#: The ways in which a process dies, and how each is reported.
 DEATHS = {"segfault": "SIGSEGV", "abort": "SIGABRT", "exit": "exit code 0", "killed": "SIGKILL"}
 
 
@@ -77,7 +77,7 @@ def test_a_process_that_dies_is_a_crash_and_three_are_enough(sqlite_bench: Bench
 
     async def scenario() -> None:
         receipts = dict(zip(DEATHS, await app.send_many(task.call(how) for how in DEATHS), strict=True))
-        neighbour = await tasks.who.send()
+        neighbour = await tasks.tells_its_pid.send()
         await bench.work()
         assert (await bench.record(neighbour)).state is State.DONE
         for how, sent in receipts.items():
@@ -103,12 +103,12 @@ def test_a_process_that_dies_is_a_crash_and_three_are_enough(sqlite_bench: Bench
 
 @pytest.mark.parametrize("task", [tasks.fails_on_loop, tasks.fails_in_thread], ids=["on loop", "in thread"])
 def test_whatever_an_isolated_handler_raises_is_a_failure(sqlite_bench: Bench, task: Any) -> None:
-    """Fault 19: no crash, and the process lives to run the next message."""
+    """Fault 19: it is no crash, and the process lives to run the next message."""
     bench = sqlite_bench
 
     async def scenario() -> None:
         receipts = dict(zip(tasks.FAILURES, await app.send_many(map(task.call, tasks.FAILURES)), strict=True))
-        others = await app.send_many(tasks.who.call() for _ in receipts)
+        others = await app.send_many(tasks.tells_its_pid.call() for _ in receipts)
         await app.work(until_idle=True, concurrency=1)
         for how, sent in receipts.items():
             record = await bench.record(sent)
@@ -122,7 +122,7 @@ def test_whatever_an_isolated_handler_raises_is_a_failure(sqlite_bench: Bench, t
 
 
 def test_a_failure_is_judged_by_the_policy_and_keeps_its_stack(sqlite_bench: Bench) -> None:
-    """C9: where the exception itself is at hand."""
+    """C9: the policy is applied in the process of the handler, where the exception exists."""
     bench = sqlite_bench
 
     async def scenario() -> None:
@@ -157,14 +157,14 @@ def test_a_result_that_cannot_be_kept_fails_the_run(sqlite_bench: Bench) -> None
 def test_a_handler_past_its_time_ends_whatever_it_does(
     sqlite_bench: Bench, task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C20, fault 21: by itself, or with its process; it is a failure and not a crash, and only its own."""
+    """C20, fault 21: it ends by itself or with its process; a failure, not a crash, and only its own."""
     bench = sqlite_bench
-    # The process has the usual grace; the worker comes soon after it.
+    # The process has the usual grace, and the worker intervenes soon after it.
     monkeypatch.setattr(limits, "HARD_TIMEOUT_GRACE", limits.HANDLER_GRACE + 1)
 
     async def scenario() -> None:
         sent = await task.send()
-        before, after = await tasks.who.send(), await tasks.who.send()
+        before, after = await tasks.tells_its_pid.send(), await tasks.tells_its_pid.send()
         await app.work(until_idle=True, concurrency=1)
         record = await bench.record(sent)
         assert (record.state, record.attempt, record.crashes) == (State.DEAD, 1, 0)
@@ -177,14 +177,14 @@ def test_a_handler_past_its_time_ends_whatever_it_does(
 
 
 async def read_line(path: Path) -> tuple[int, Any]:
-    """Return who has opened the pipe, and the file, which ends when all of its writers have."""
+    """Return the process id from the pipe, and the open pipe, which reaches its end when all writers are gone."""
     file = await asyncio.to_thread(path.open)
     return int(await asyncio.to_thread(file.readline)), file
 
 
 @pytest.mark.parametrize("by", ["stop", "lost lease"])
 def test_the_process_is_killed_when_its_run_is_over(sqlite_bench: Bench, tmp_path: Path, by: str) -> None:
-    """G4, C30: what nobody can commit any more need not go on, and costs no attempt."""
+    """G4, C30: a run that can no longer commit need not continue, and uses up no attempt."""
     bench, pipe = sqlite_bench, tmp_path / "pipe"
     os.mkfifo(pipe)
 
@@ -213,7 +213,7 @@ def test_the_process_is_killed_when_its_run_is_over(sqlite_bench: Bench, tmp_pat
 
 @pytest.mark.parametrize("where", ["python", "c", "program"])
 def test_when_its_worker_is_killed_a_process_ends_too(sqlite_url: str, tmp_path: Path, where: str) -> None:
-    """Fault 20: even while its handler never gives anybody a turn, be it in C with the interpreter's lock."""
+    """Fault 20: even while its handler never yields, or holds the interpreter's lock in C."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     program = (
@@ -233,7 +233,7 @@ def test_when_its_worker_is_killed_a_process_ends_too(sqlite_url: str, tmp_path:
             worker.send_signal(signal.SIGKILL)
             worker.wait()
             assert pid != worker.pid
-            # The end of the file comes when the process of the handler is gone.
+            # The pipe reaches its end when the process of the handler is gone.
             ended, _, _ = select.select([file], [], [], SECONDS_MAX / 4)
             if not ended:
                 os.kill(pid, signal.SIGKILL)
@@ -245,11 +245,11 @@ def test_when_its_worker_is_killed_a_process_ends_too(sqlite_url: str, tmp_path:
 
 
 def test_processes_are_used_again_and_end_with_the_worker(sqlite_bench: Bench) -> None:
-    """P6: starting one takes longer than most handlers do."""
+    """P6: starting a process takes longer than most handlers do."""
     bench = sqlite_bench
 
     async def scenario() -> None:
-        receipts = await app.send_many(tasks.who.call() for _ in range(5))
+        receipts = await app.send_many(tasks.tells_its_pid.call() for _ in range(5))
         await app.work(until_idle=True, concurrency=1)
         pids = {await one.result() for one in receipts}
         assert len(pids) == 1
@@ -259,15 +259,15 @@ def test_processes_are_used_again_and_end_with_the_worker(sqlite_bench: Bench) -
     bench.run(scenario)
 
 
-def test_a_process_that_dies_between_two_messages_is_nobodys_fault(sqlite_bench: Bench) -> None:
-    """Fault 20: the next message is given to another one, and is not blamed."""
+def test_a_process_that_dies_between_two_messages_blames_no_message(sqlite_bench: Bench) -> None:
+    """Fault 20: the next message goes to another process, and is not blamed."""
     bench = sqlite_bench
 
     async def scenario() -> None:
         working = asyncio.create_task(app.work(concurrency=1))
-        pid = await result_of(await tasks.who.send())
+        pid = await result_of(await tasks.tells_its_pid.send())
         os.kill(pid, signal.SIGKILL)
-        second = await tasks.who.send()
+        second = await tasks.tells_its_pid.send()
         assert await result_of(second) != pid
         assert (await bench.record(second)).crashes == 0
         app.stop_working()
@@ -277,12 +277,12 @@ def test_a_process_that_dies_between_two_messages_is_nobodys_fault(sqlite_bench:
 
 
 def test_no_more_processes_are_started_than_allowed(sqlite_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P6: waiting for one costs the message nothing."""
+    """P6: a message that waits for a process uses up no attempt."""
     bench = sqlite_bench
     monkeypatch.setattr(limits, "ISOLATED_PROCESSES_MAX", 2)
 
     async def scenario() -> None:
-        receipts = await app.send_many(tasks.who.call() for _ in range(12))
+        receipts = await app.send_many(tasks.tells_its_pid.call() for _ in range(12))
         await app.work(until_idle=True, concurrency=6)
         assert len({await one.result() for one in receipts}) <= 2
 
@@ -291,7 +291,7 @@ def test_no_more_processes_are_started_than_allowed(sqlite_bench: Bench, monkeyp
 
 @pytest.mark.parametrize("how", ["die", "live"])
 def test_a_fork_that_outlives_its_handler_does_not_hide_its_death(sqlite_bench: Bench, how: str) -> None:
-    """Fault 21: the line stays open in the fork, and the end is noticed nevertheless."""
+    """Fault 21: the fork keeps the pipe open, and the death is noticed nevertheless."""
     bench = sqlite_bench
 
     async def scenario() -> None:
@@ -310,7 +310,7 @@ def test_a_fork_that_outlives_its_handler_does_not_hide_its_death(sqlite_bench: 
 
 
 def test_tasks_that_outlive_the_handler_and_late_work_are_refused(sqlite_bench: Bench) -> None:
-    """C25: in a process as elsewhere; what comes after the commit would have no process to run in."""
+    """C25: as elsewhere; after the commit there would be no process to run them."""
     bench = sqlite_bench
 
     async def scenario() -> None:
@@ -329,7 +329,7 @@ def test_tasks_that_outlive_the_handler_and_late_work_are_refused(sqlite_bench: 
 
 
 def test_values_of_postgresql_arrive_as_what_they_are(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P6: both ways, without pickle."""
+    """P6: in both directions, without pickle."""
     monkeypatch.setenv("ONEFOLD_URL", postgres_url)
 
     async def scenario() -> None:
@@ -341,7 +341,7 @@ def test_values_of_postgresql_arrive_as_what_they_are(postgres_url: str, monkeyp
 
 
 def test_what_cannot_pass_is_refused_with_a_reason(sqlite_bench: Bench) -> None:
-    """P3: a value without a plain form, and more than a frame may hold; the run goes on."""
+    """P3: a value without a plain form, and a value larger than a frame; the run continues."""
     bench = sqlite_bench
 
     async def scenario() -> None:
@@ -366,7 +366,7 @@ def test_errors_of_the_driver_can_be_caught(sqlite_bench: Bench) -> None:
 
 
 def test_a_handler_whose_message_was_taken_over_cannot_commit(sqlite_bench: Bench) -> None:
-    """C14: the fence is checked where the commit is."""
+    """C14: the fence is checked in the worker, where the commit is."""
     bench = sqlite_bench
 
     @app.middleware
@@ -391,7 +391,7 @@ def test_a_handler_whose_message_was_taken_over_cannot_commit(sqlite_bench: Benc
 
 @pytest.mark.parametrize("how", ["known", "unknown"])
 def test_an_effect_is_recorded_as_elsewhere(sqlite_bench: Bench, how: str) -> None:
-    """B20: ``ctx.once`` in a process writes into the same journal, and leaves the same doubts."""
+    """B20: ``ctx.once`` in a process writes the same journal, and its effects can be uncertain as well."""
     bench = sqlite_bench
 
     async def scenario() -> None:
@@ -438,7 +438,7 @@ def test_a_task_that_its_process_cannot_find_says_so(sqlite_url: str, monkeypatc
 
 
 def test_a_task_of_the_main_program_is_refused(sqlite_url: str) -> None:
-    """P3: when it is declared, not when it is first run."""
+    """P3: at its declaration, not at its first run."""
     program = (
         "from onefold import App, ConfigurationError\n"
         "app = App()\n"
@@ -453,7 +453,7 @@ def test_a_task_of_the_main_program_is_refused(sqlite_url: str) -> None:
 
 
 def test_nothing_but_the_lines_thread_is_left_in_an_idle_process(sqlite_bench: Bench) -> None:
-    """S13: a process that waits costs no more than it must."""
+    """A waiting process should use as little memory as possible."""
     bench = sqlite_bench
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Long durations that end a worker, put back: the tests of ``tests/faults`` find them."""
+"""Defects by which a long duration ends a worker, put back: the tests of ``tests/faults`` find them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.faults.duration_scene import (
 )
 
 from onefold import errors
-from onefold.settling import Settler
+from onefold.worker.settler import Settler
 
 
 async def _end_the_worker(settler: Settler, settlements: Any, error: Exception) -> None:
-    """Do as the settler did when it knew of a store that is away only."""
+    """Settle as a settler does that expects no error but an unreachable store."""
     raise error
 
 
 def test_durations_without_a_limit_fail_as_something_else(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some sleep beyond the calendar, others fail when they are settled, without the name of the duration."""
+    """Some handlers sleep beyond the calendar, others fail when they are settled, without the name of the duration."""
     monkeypatch.setattr(errors, "DURATION_SECONDS_MAX", math.inf)
     monkeypatch.setattr(row_scene, "DONE_SECONDS_MAX", 2.0)
     with pytest.raises((AssertionError, TimeoutError)):
@@ -33,7 +33,7 @@ def test_durations_without_a_limit_fail_as_something_else(store_url: str, monkey
 def test_durations_without_a_limit_end_a_worker_that_settles_all_or_nothing(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C10 as it was: the worker ends of one message, and so does every worker that takes it over."""
+    """One message ends its worker, and every worker that takes it over."""
     monkeypatch.setattr(errors, "DURATION_SECONDS_MAX", math.inf)
     monkeypatch.setattr(Settler, "_settle_apart", _end_the_worker)
     with pytest.raises(AssertionError, match="the worker ended"):
@@ -41,7 +41,7 @@ def test_durations_without_a_limit_end_a_worker_that_settles_all_or_nothing(
 
 
 def test_a_settler_that_settles_all_or_nothing_ends_the_worker(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One outcome that cannot be encoded takes the others of its batch along."""
+    """One outcome that cannot be encoded fails the others of its batch."""
     monkeypatch.setattr(Settler, "_settle_apart", _end_the_worker)
     with pytest.raises(AssertionError, match="the worker ended"):
         asyncio.run(an_outcome_that_cannot_be_written_ends_alone(store_url))

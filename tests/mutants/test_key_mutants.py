@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 from tests.promises.test_upstream_keys import two_databases_share_no_key
 from tests.simulation.test_key_machine import SQLITE_OPTIONS, check_keys
-from tests.unit.test_bridge import one_key_for_one_order
+from tests.unit.brokers.test_intake_and_relay import one_key_for_one_order
 
-from onefold import app as apps
-from onefold import reception
+from onefold.app import base as apps
+from onefold.brokers import admission as reception
 from onefold.clock import Clock
-from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
-from onefold.origin import Origin
+from onefold.message.envelope import Envelope
 from onefold.store import Store
-from onefold.stores import keys, open_store
+from onefold.store.identity import Origin
+from onefold.store.open import open_store
+from onefold.store.shared import duplicates as keys
 from onefold.testing.contracts.keys import KeyContract
 
 
 class _OnSQLite(KeyContract):
-    """The part of the contract about keys, on a new file for each scenario."""
+    """The contract of keys, on a new file for each scenario."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +44,7 @@ def plain_keys_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain_keys_first")
 def test_plain_keys_first_stores_one_key_twice(tmp_path: Path) -> None:
-    """In one put, and with senders at once that share a commit: both have an effect."""
+    """In one put, and with senders at once that share a commit: both messages are stored."""
     contract = _OnSQLite(tmp_path)
     with pytest.raises(AssertionError):
         contract.test_messages_of_one_put_are_judged_in_their_order()
@@ -54,7 +55,7 @@ def test_plain_keys_first_stores_one_key_twice(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("plain_keys_first")
 @pytest.mark.parametrize("options", SQLITE_OPTIONS)
 def test_plain_keys_first_is_found_by_random_sends(tmp_path: Path, options: str) -> None:
-    """The machine finds it by itself within the stories that the suite tells."""
+    """The machine finds it within the number of stories that the test suite runs."""
     with pytest.raises(AssertionError):
         check_keys(f"sqlite:///{tmp_path}/onefold.db{options}", 60, 12, fixed=True)
 
@@ -73,7 +74,7 @@ def test_keys_without_an_origin_are_shared_by_two_databases(tmp_path: Path, monk
 def test_a_key_that_is_taken_from_the_wire_charges_one_order_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And blocks another one, although the task says how its keys are made."""
+    """And blocks another order, although the task declares how its keys are made."""
     monkeypatch.setattr(reception, "_identify", lambda sent, task: (sent.idempotency_key, sent.fingerprint))
     with pytest.raises((AssertionError, KeyReuseError)):
         one_key_for_one_order(f"sqlite:///{tmp_path}/onefold.db")

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import test_postgres_callers as callers
 from psycopg.adapt import PyFormat, Transformer
+from test_postgres_engine import run
 
-from onefold import execution, limits
+from onefold import limits
 from onefold.errors import SessionLostError, StoreUnavailableError
 from onefold.store import Again, Lease
-from onefold.stores.postgres import handling, pool
-from onefold.stores.postgres.handling import HandlerWire
-from onefold.stores.postgres.pool import Pool
-from onefold.stores.postgres.statements import Query
-from onefold.stores.postgres.wire import Wire, load_rows
-
-# The tests of the unit folder import each other by their names.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-import test_postgres_callers as callers
-from test_postgres_engine import run
+from onefold.store.postgres.wire import handler_wire as handling
+from onefold.store.postgres.wire import pool
+from onefold.store.postgres.wire.handler_wire import HandlerWire
+from onefold.store.postgres.wire.pool import Pool
+from onefold.store.postgres.wire.statements import WireQuery
+from onefold.store.postgres.wire.wire import Wire, load_rows
+from onefold.worker import execution
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +30,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Numbering:
-    """Callers' statements prepared under numbers of our own, which start anew with a connection."""
+    """Prepares callers' statements under numbers that start again with each connection."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -47,9 +43,9 @@ class _Numbering:
             text = text.replace(b"%s", b"$%d" % (place + 1), 1)
         transformer = Transformer.from_context(wire.connection)
         data = transformer.dump_sequence(list(parameters), [PyFormat.AUTO] * len(parameters))
-        query = Query(text, data, transformer.formats, transformer.types, b"caller_%d" % number, result_format=0)
+        query = WireQuery(text, data, transformer.formats, transformer.types, b"caller_%d" % number, result_format=0)
         if not wire.alive:
-            # Sent once more, under its old number, where the numbers begin again.
+            # Sent again under its old number on a connection whose numbers start again.
             self.numbers.clear()
             wire._use(await psycopg.AsyncConnection.connect(self.url, autocommit=True))
             await wire.begin("BEGIN")
@@ -60,7 +56,7 @@ class _Numbering:
 def test_numbers_of_our_own_that_outlive_their_connection_are_found(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first statement that is sent again on another connection under its old name runs under a later one too."""
+    """A first statement that is sent again on another connection leaves its name to a later, different one."""
     numbering = _Numbering(postgres_url)
 
     async def execute(wire: HandlerWire, statement: str, parameters: Any = ()) -> Any:
@@ -72,7 +68,7 @@ def test_numbers_of_our_own_that_outlive_their_connection_are_found(
 
 
 def test_a_lost_session_that_never_counts_is_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A statement that ends its session each time comes back for ever."""
+    """A statement that ends its session each time is retried for ever."""
 
     def uncounted(lease: Lease, error: SessionLostError, quarantine_after: int, *, delay: float) -> Again:
         return Again(delay, None, counted=False)
@@ -83,7 +79,7 @@ def test_a_lost_session_that_never_counts_is_found(postgres_url: str, monkeypatc
 
 
 def test_a_first_statement_that_is_sent_again_is_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever became of it on the lost connection: the sequence tells that it ran more often than its handler."""
+    """A sequence shows that the statement ran more often than its handler, whatever became of the first session."""
     once = HandlerWire.execute
 
     async def again(wire: HandlerWire, statement: Any, parameters: Any = ()) -> Any:
@@ -100,11 +96,11 @@ def test_a_first_statement_that_is_sent_again_is_found(postgres_url: str, monkey
 
 
 async def _leave_running(_: Any, **__: Any) -> None:
-    """Tell the server nothing."""
+    """Send no cancellation to the server."""
 
 
 def test_a_limit_that_cancels_nothing_is_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The statement goes on and keeps its locks, and what its handler gets is a lost connection."""
+    """The statement continues and keeps its locks, and its handler gets a lost connection."""
     monkeypatch.setattr(limits, "TRANSACTION_SECONDS_MAX", 0.2)
     monkeypatch.setattr(handling, "ROLLBACK_SECONDS", 0.2)
     monkeypatch.setattr(HandlerWire, "_interrupt", _leave_running)
@@ -121,7 +117,7 @@ def test_a_cancelled_caller_that_leaves_its_statement_running_is_found(
 
 
 def test_a_cancelled_commit_is_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A COMMIT that is taken for any other statement is cancelled with its caller."""
+    """A COMMIT is cancelled with its caller like any other statement."""
 
     async def interrupt(wire: HandlerWire) -> None:
         await wire.connection.cancel_safe(timeout=1)
@@ -133,7 +129,7 @@ def test_a_cancelled_commit_is_found(postgres_url: str, monkeypatch: pytest.Monk
 
 
 def test_plans_that_are_kept_when_a_table_changes_are_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler dies of "cached plan must not change result type"."""
+    """The handler fails with "cached plan must not change result type"."""
     monkeypatch.setattr(handling, "is_stale_plan", lambda _: False)
     with pytest.raises(AssertionError):
         run(lambda: callers.check_changed_tables_cost_nothing(postgres_url))
@@ -142,7 +138,7 @@ def test_plans_that_are_kept_when_a_table_changes_are_found(postgres_url: str, m
 def test_a_connection_that_is_given_back_by_its_cancelled_caller_is_found_missing(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cleaning that is left to a caller ends with its cancellation, and the place is lost with it."""
+    """A connection that its caller has to clean is lost when the caller is cancelled again."""
     give_back = Pool.give_back
 
     def only_if_clean(self: Pool, wire: HandlerWire) -> None:
@@ -159,7 +155,7 @@ def test_a_connection_that_is_given_back_by_its_cancelled_caller_is_found_missin
 def test_a_transaction_without_its_mark_is_found(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """A plain COMMIT or ROLLBACK succeeds whatever the handler did to its transaction: the effect is there twice."""
+    """A plain COMMIT or ROLLBACK succeeds although the handler has ended the transaction: the effect happens twice."""
 
     async def commit(wire: HandlerWire, *last: Any) -> None:
         wire._marked = False
@@ -174,6 +170,6 @@ def test_a_transaction_without_its_mark_is_found(
 @pytest.mark.parametrize("lent", [False, True])
 def test_sessions_that_are_not_reset_are_found(postgres_url: str, monkeypatch: pytest.MonkeyPatch, lent: bool) -> None:
     monkeypatch.setattr(handling, "_RESETTING", [])
-    monkeypatch.setattr(handling, "_DISCARD", Query(b"DEALLOCATE ALL"))
+    monkeypatch.setattr(handling, "_DISCARD", WireQuery(b"DEALLOCATE ALL"))
     with pytest.raises(AssertionError):
         run(lambda: callers.check_sessions_are_reset(postgres_url, lent=lent, fails=False))

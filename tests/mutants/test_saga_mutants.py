@@ -1,19 +1,20 @@
-"""Restarts of sagas as they were, put back: the tests of ``tests/unit/test_saga_restart.py`` find each of them."""
+"""Defects of restarts of sagas, put back: ``tests/unit/workflows/test_saga_restart.py`` finds each of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.unit import test_saga_restart as restarts
 from tests.unit.conftest import Bench
+from tests.unit.workflows import test_saga_restart as restarts
 
-from onefold import compensation, restarting
+from onefold.workflows import compensation
+from onefold.workflows import restart as restarting
 
 
 @pytest.fixture
 def bench(sqlite_url: str) -> Bench:
-    """What is put back is the same on every store."""
+    """SQLite only, because these defects are the same on every store."""
     return Bench(sqlite_url)
 
 
@@ -27,19 +28,19 @@ def _found(restart: Any, *args: Any) -> None:
 
 
 def test_an_undo_whose_beginning_is_not_journaled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart from behind it is accepted while it is called: completed, and the seat is gone."""
+    """A restart during the undo is accepted: the saga completes, and the seat is gone."""
     monkeypatch.setattr(compensation._Undo, "_begin", _nothing)
     _found(restarts.test_a_saga_does_not_go_back_while_its_undo_is_called, bench)
 
 
 def test_a_restart_while_a_worker_undoes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The undo that is being called goes on after its step was done again."""
+    """The running undo continues after its step was done again."""
     monkeypatch.setattr(restarting, "_refuse_running", lambda *_: None)
     _found(restarts.test_a_saga_does_not_go_back_while_its_undo_is_called, bench)
 
 
 def test_a_restart_while_an_undo_runs_as_a_command(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for an undo that another worker has."""
+    """The same for an undo that another worker runs."""
     monkeypatch.setattr(restarting, "_refuse_running", lambda *_: None)
     _found(restarts.test_a_saga_does_not_go_back_while_its_undo_runs_as_a_command, bench)
 
@@ -53,6 +54,6 @@ def test_a_restart_that_leaves_undo_commands_alive(bench: Bench, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["workflow", "saga"])
 def test_a_restart_that_leaves_forward_commands_alive(bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """They are done beside those that are sent anew."""
+    """They run beside the commands that are sent again."""
     monkeypatch.setattr(restarting, "_take_back", _nothing)
     _found(restarts.test_a_restart_takes_back_a_forward_command, bench, kind)

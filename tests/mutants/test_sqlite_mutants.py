@@ -9,30 +9,30 @@ from pathlib import Path
 import pytest
 from tests.faults.test_sqlite_callers import give_up_before_it_begins, play
 from tests.faults.test_sqlite_wake_ups import listing_is_bounded, planted_link_is_not_followed
-from tests.unit.test_sqlite_writer import stage, take_over_beside_other_work
+from tests.unit.store.sqlite.test_sqlite_writer import stage, take_over_beside_other_work
 
-from onefold.stores.sqlite import listeners, store
-from onefold.stores.sqlite.round import Call
-from onefold.stores.sqlite.session import Session
-from onefold.stores.sqlite.writer import Writer
+from onefold.store.sqlite import notify, store
+from onefold.store.sqlite.session import Session
+from onefold.store.sqlite.writer.connection import Call
+from onefold.store.sqlite.writer.writer import Writer
 
 
 def test_a_directory_taken_as_found_loses_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Following a link, checking no owner and removing whatever refuses a byte removes a user's files."""
+    """It follows a link, checks no owner and removes files that refuse a byte: a user's files are gone."""
 
-    def enter(self: listeners.Listeners) -> None:
+    def enter(self: notify.Listeners) -> None:
         self._leave()
         self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
 
-    monkeypatch.setattr(listeners.Listeners, "_enter", enter)
-    monkeypatch.setattr(listeners.Listeners, "_is_socket", lambda self, name: True)
+    monkeypatch.setattr(notify.Listeners, "_enter", enter)
+    monkeypatch.setattr(notify.Listeners, "_is_socket", lambda self, name: True)
     with pytest.raises(AssertionError):
         planted_link_is_not_followed(tmp_path)
 
 
 def test_a_listing_without_a_limit_reads_all_that_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the limit, every entry is looked at on the event loop."""
-    monkeypatch.setattr(listeners, "islice", lambda entries, _: entries)
+    monkeypatch.setattr(notify, "islice", lambda entries, _: entries)
     with pytest.raises(AssertionError):
         listing_is_bounded(tmp_path, monkeypatch)
 
@@ -59,7 +59,7 @@ def test_doubting_a_lease_at_every_look_starves_the_takeover(tmp_path: Path, mon
 
 
 def test_running_what_was_given_up_repeats_the_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose caller no longer waits is run all the same: four rows instead of one."""
+    """A call of a cancelled caller is run all the same: four rows instead of one."""
     monkeypatch.setattr(Writer, "_give_up", lambda self, turn, call: None)
     monkeypatch.setattr(Call, "is_given_up", lambda self: False)
     with pytest.raises(AssertionError, match="payment"):

@@ -1,4 +1,4 @@
-"""What every promise needs: a store with a table of effects beside it, and a clock that the test owns."""
+"""Fixtures of every promise: a store with a table of effects beside it, and a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onefold.testing.clock import FakeClock
 
 
 class World:
-    """One database, as many apps on it as a test wants, and the rows their handlers left behind."""
+    """One database, several apps on it, and the rows that their handlers wrote."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.clock = FakeClock()
 
     def app(self) -> App:
-        """Return another app on the same database, as another process would have it."""
+        """Return another app on the same database, as another process would have."""
         return App(self.url, clock=self.clock)
 
     def paused_app(self) -> App:
-        """Return an app for which no time passes: its worker renews no lease, as if its process stood still."""
+        """Return an app on a clock that stands still: its worker renews no lease, as if its process were stopped."""
         return App(self.url, clock=FakeClock())
 
     @asynccontextmanager
@@ -48,27 +48,27 @@ class World:
 
     @property
     def insert_effect(self) -> str:
-        """The statement with which handlers leave a row behind."""
+        """The statement with which handlers write a row."""
         return self.sql("INSERT INTO effect (name) VALUES (?)")
 
     async def effects(self, app: App) -> list[str]:
-        """Return the names of the effects that were committed, in alphabetical order."""
+        """Return the names of the committed effects, in alphabetical order."""
         return [row[0] for row in await app.store.fetch("SELECT name FROM effect ORDER BY name")]
 
     async def record(self, app: App, receipt: Receipt[Any] | str) -> Record:
-        """Return where one message stands."""
+        """Return the stored record of one message."""
         wanted = receipt if isinstance(receipt, str) else receipt.id
         return (await app.find(Query(ids=(wanted,))))[0]
 
 
 @pytest.fixture(params=["sqlite", "sqlite3", "postgres"])
 def store_url(request: pytest.FixtureRequest) -> str:
-    """Every store in turn, SQLite on both of its libraries."""
+    """The URL of each store in turn, SQLite with both of its libraries."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 
 
 @pytest.fixture
 def world(store_url: str) -> World:
-    """Each store in turn."""
+    """A world on each store in turn."""
     return World(store_url)

@@ -1,4 +1,4 @@
-"""Whoever lost its lease cannot commit: not its rows, not its sends, not its outcome, and not an extension."""
+"""A lost lease cannot commit anything: no rows, no sends, no outcome and no extension."""
 
 from __future__ import annotations
 

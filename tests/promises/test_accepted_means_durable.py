@@ -16,7 +16,7 @@ from onefold.store import Query, State
 if TYPE_CHECKING:
     from conftest import World
 
-#: Sends, says so, and is killed in the same breath: no close, no flush, no farewell.
+#: Sends, prints that it has, and is killed at once, without closing or flushing anything.
 SENDER = """
 import asyncio, os, signal, sys
 from onefold import App

@@ -1,4 +1,4 @@
-"""What a broker delivers is stored before it is acknowledged, once per key; what is relayed left with its commit."""
+"""An entry of a broker is stored before it is acknowledged, once per key; an event is relayed only if it committed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from onefold import App, Context, Envelope, TransportUnavailableError
+from onefold.brokers.redis import RedisTransport
 from onefold.testing import Fault, FaultyStore, drain
-from onefold.transports.redis import RedisTransport
 
 if TYPE_CHECKING:
     from conftest import World
@@ -49,7 +49,7 @@ def reader(url: str) -> RedisTransport:
 
 
 def unacknowledged(url: str) -> int:
-    """Return how many entries have not been acknowledged, whether anybody has them or not."""
+    """Return how many entries are not acknowledged, whether or not a consumer has them."""
     with redis.Redis.from_url(url) as client:
         (group,) = client.xinfo_groups("orders")
         unread = client.xrange("orders", min=b"(" + group["last-delivered-id"])
@@ -57,7 +57,7 @@ def unacknowledged(url: str) -> int:
 
 
 def test_however_often_an_entry_comes_it_has_one_effect(world: World, redis_url: str) -> None:
-    """J6, B24: published again and again, at once and later, to several workers, and after it was done."""
+    """J6, B24: published several times, at once and later, received by several workers, also after it was done."""
     broker = reader(redis_url)
     apps = [receiver(world, broker), receiver(world, reader(redis_url))]
 
@@ -77,7 +77,7 @@ def test_however_often_an_entry_comes_it_has_one_effect(world: World, redis_url:
 
 @pytest.mark.parametrize("kind", ["refuse", "lose"])
 def test_nothing_is_acknowledged_before_the_store_has_it(kind: Any, world: World, redis_url: str) -> None:
-    """J6, section 2.7: the store does not do it, or does it and cannot say so; either way it comes again."""
+    """J6: the store refuses, or stores and loses its answer; in both cases the entry is delivered again."""
     broker = reader(redis_url)
     app = receiver(world, broker)
 
@@ -99,10 +99,10 @@ def test_nothing_is_acknowledged_before_the_store_has_it(kind: Any, world: World
 def test_a_worker_that_dies_between_the_two_leaves_a_duplicate_and_no_second_effect(
     world: World, redis_url: str
 ) -> None:
-    """J6, B24: what it had put is done by others meanwhile, delivered again, and only then acknowledged."""
+    """J6, B24: another worker handles the stored message; the entry is then delivered again and acknowledged."""
 
     class Died(BaseException):
-        """The end of a worker; an ordinary exception of a transport is none."""
+        """Ends a worker; not an ``Exception``, which a worker would take for a failure of its transport."""
 
     class Mortal(RedisTransport):
         async def ack(self, deliveries: Sequence[Any]) -> None:
@@ -121,9 +121,9 @@ def test_a_worker_that_dies_between_the_two_leaves_a_duplicate_and_no_second_eff
             assert await world.effects(other) == KEYS
             with redis.Redis.from_url(redis_url) as client:
                 pending = client.xpending_range("orders", "service", "-", "+", 10)
-                # The lease of the dead one runs out.
+                # The lease of the dead worker runs out.
                 for one in pending:
-                    client.xclaim("orders", "service", "nobody", 0, [one["message_id"]], idle=3_600_000)
+                    client.xclaim("orders", "service", "unknown", 0, [one["message_id"]], idle=3_600_000)
             assert len(pending) == len(KEYS)
             await drain(other)
             assert await world.effects(other) == KEYS
@@ -133,7 +133,7 @@ def test_a_worker_that_dies_between_the_two_leaves_a_duplicate_and_no_second_eff
 
 
 def test_an_event_is_relayed_if_its_commit_stands_and_its_repeats_are_absorbed(world: World, redis_url: str) -> None:
-    """J1, J6: one that was rolled back never leaves; one whose answer was lost is published twice and done once."""
+    """J1, J6: a rolled back event never leaves; an event with a lost answer is published twice and handled once."""
 
     class Deaf(RedisTransport):
         told = 0

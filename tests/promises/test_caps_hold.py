@@ -1,4 +1,4 @@
-"""No more messages of a gate are leased at once than may run, whoever claims and dies; and no place stays lost."""
+"""At most as many messages of a gate are leased as its cap allows, also when workers die; no place stays lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_worker_that_dies_keeps_its_places_for_a_lease_and_no_longer(world: Wo
     async def scenario() -> None:
         async with world.running(app):
             await app.send_many(charge.call(n) for n in range(6))
-            gatings = app._registry.gatings
+            gatings = app.registry.gatings
             dead = await app.store.claim(
                 ["default"], types=["charge"], limit=9, lease=limits.LEASE, worker="dead", gatings=gatings
             )

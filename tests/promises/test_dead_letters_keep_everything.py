@@ -11,7 +11,7 @@ import pytest
 
 from onefold import App, Context, DeadLetter, Reject, RetentionOverError, RetryPolicy
 from onefold.store import State
-from onefold.task import Task
+from onefold.tasks.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

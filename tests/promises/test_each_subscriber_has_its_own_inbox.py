@@ -1,4 +1,4 @@
-"""Each subscriber handles each event once, its own dead letters and retries apart from those of the others."""
+"""Each subscriber handles each event once; its retries and dead letters are separate from those of the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def declare(world: World, app: App, name: str) -> None:
 
 
 def test_services_with_several_workers_each_handle_each_event_once(world: World) -> None:
-    """I12, J9: though everything is published twice, and half of the workers are not there when it is."""
+    """I12, J9: every event is published twice, and half of the workers start only afterwards."""
     shop = world.app()
     placed = shop.topic("order.placed", int, key="{event}")
     names = [f"service-{number}" for number in range(SERVICES)]
@@ -45,7 +45,7 @@ def test_services_with_several_workers_each_handle_each_event_once(world: World)
 
 
 def test_what_one_of_them_cannot_handle_concerns_no_other(world: World) -> None:
-    """J9, C1: one retries, one gives up, one succeeds; a redrive of the letter is handled by its owner alone."""
+    """J9, C1: one retries, one fails for good, one succeeds; only the owner of the dead letter handles its redrive."""
     app = world.app()
     placed = app.topic("order.placed", int)
     tries: list[str] = []
@@ -82,7 +82,7 @@ def test_what_one_of_them_cannot_handle_concerns_no_other(world: World) -> None:
 
 
 def test_a_stale_worker_that_copied_commits_nothing_and_the_next_copies_once(world: World) -> None:
-    """I12: it stood still between reading who subscribes and its commit."""
+    """I12: the worker is paused between reading the subscriptions and its commit."""
     shop, stale = world.app(), world.paused_app()
     declare(world, shop, "one")
     declare(world, stale, "one")

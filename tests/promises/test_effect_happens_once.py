@@ -1,4 +1,4 @@
-"""The rows a handler writes through its context are committed once per key, however often the message comes."""
+"""The rows that a handler writes through its context are committed once per key, however often the message is sent."""
 
 from __future__ import annotations
 

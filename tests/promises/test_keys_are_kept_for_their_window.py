@@ -1,4 +1,4 @@
-"""A key is kept while its message lives and for its window afterwards, also when the body is long gone."""
+"""A key is kept while its message lives and for its window afterwards, even after the body was purged."""
 
 from __future__ import annotations
 

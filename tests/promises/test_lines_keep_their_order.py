@@ -1,4 +1,4 @@
-"""Messages with one ordering key run one at a time and commit in their order, whoever fails, dies or works beside."""
+"""Messages with one ordering key run one at a time and commit in order, through failures and deaths of workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_key_commits_in_order_through_failures_and_deaths(world: World) -> N
             await apps[0].send_many(tasks[0].call(account, n) for n in range(6) for account in "abcd")
             for step in range(200):
                 if step % 5 == 0:
-                    # Somebody claims and is never heard of again.
+                    # A worker claims messages and dies.
                     await apps[0].store.claim(["default"], types=["post"], limit=2, lease=5, worker=f"dead-{step}")
                 await asyncio.gather(*(app.work(until_idle=True) for app in apps))
                 counts = (await apps[0].count()).get("default")

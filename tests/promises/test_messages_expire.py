@@ -1,4 +1,4 @@
-"""A message ends when its time is over, whichever workers there are, and a dead letter can be redriven in its time."""
+"""A message ends when its time is over, even without workers for its type; a dead letter has a redrive deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from onefold import App, Context, DeadNotice, Rate, Reject, RetentionOverError, Run, limits, never
 from onefold.clock import MICROSECONDS, give_way
-from onefold.expiring import Expirer
 from onefold.store import Query, State
 from onefold.testing import drain
+from onefold.worker.expirer import Expirer
 
 if TYPE_CHECKING:
     from conftest import World
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("where", ["task", "send"])
 def test_what_expires_at_once_never_runs(where: str, world: World) -> None:
-    """Also on a clock that stands still between the send and the claim; None is what keeps it for ever."""
+    """``expires=0`` counts even on a clock that stands still between send and claim; None keeps a message for ever."""
     app = world.app()
     ran: list[int] = []
 
@@ -44,7 +44,7 @@ def test_what_expires_at_once_never_runs(where: str, world: World) -> None:
 
 
 def declare(app: App) -> list[Callable[[], Any]]:
-    """Declare one task of each kind of waiting, and return what sends two messages to each."""
+    """Declare one task for each kind of waiting, and return functions that send two messages to each."""
 
     @app.task
     async def plain(n: int) -> None: ...
@@ -70,7 +70,7 @@ def declare(app: App) -> list[Callable[[], Any]]:
 
 
 def test_a_message_of_a_type_that_no_worker_has_expires(world: World) -> None:
-    """Whatever it waits at: as a dead letter that is told of, an hour after its time, and not before."""
+    """Whatever it waits for, it becomes an announced dead letter an hour after its time, and not before."""
     sender, worker = world.app(), world.app()
     sends = declare(sender)
     told: list[str] = []
@@ -84,7 +84,7 @@ def test_a_message_of_a_type_that_no_worker_has_expires(world: World) -> None:
 
     async def scenario() -> None:
         async with world.running(sender, worker):
-            expirer = Expirer(worker.store, world.clock, worker._registry.types(), "w", worker.announce)
+            expirer = Expirer(worker.store, world.clock, worker.registry.types(), "w", worker.announce)
             receipts = [await send() for send in sends]
             mine = await own.send(1)
             world.clock.advance(timedelta(days=7, minutes=59))
@@ -100,7 +100,7 @@ def test_a_message_of_a_type_that_no_worker_has_expires(world: World) -> None:
                 assert record.state is State.DEAD, record
                 assert record.failure is not None
                 assert record.failure.reason == "expired"
-            # The one that came later is handed back, unharmed, and those of this worker are its own affair.
+            # The younger message is handed back unharmed; expiring the worker's own types is left to its normal claims.
             assert (found[young.id].state, found[young.id].attempt) == (State.SCHEDULED, 0)
             assert found[mine.id].state is State.SCHEDULED
             await drain(worker, advance=False)
@@ -110,7 +110,7 @@ def test_a_message_of_a_type_that_no_worker_has_expires(world: World) -> None:
 
 
 def test_a_worker_looks_for_them_by_itself(world: World) -> None:
-    """Every minute, beside its other work."""
+    """The worker looks for expired messages once a minute, beside its other work."""
     sender, worker = world.app(), world.app()
 
     @sender.task
@@ -132,7 +132,7 @@ def test_a_worker_looks_for_them_by_itself(world: World) -> None:
 
 
 def test_a_saga_of_another_app_is_left_to_its_own_workers(world: World) -> None:
-    """Only they could undo what it has begun."""
+    """Only the workers of its app can undo what it has begun."""
     sender, worker = world.app(), world.app()
 
     @sender.step(undo=never("nothing to do"))
@@ -146,7 +146,7 @@ def test_a_saga_of_another_app_is_left_to_its_own_workers(world: World) -> None:
         async with world.running(sender, worker):
             sent = await book.send()
             world.clock.advance(timedelta(days=30))
-            expirer = Expirer(worker.store, world.clock, worker._registry.types(), "w", worker.announce)
+            expirer = Expirer(worker.store, world.clock, worker.registry.types(), "w", worker.announce)
             assert await expirer.look() == 0
             assert (await world.record(sender, sent)).state is State.SCHEDULED
 
@@ -156,7 +156,7 @@ def test_a_saga_of_another_app_is_left_to_its_own_workers(world: World) -> None:
 def test_a_page_of_old_messages_is_gone_through_and_young_ones_are_not(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stays in the way, such as messages that never expire, does not hide what is behind it."""
+    """Messages that stay on the page, such as those that never expire, do not hide the messages behind them."""
     monkeypatch.setattr(limits, "PAGE", 3)
     sender, worker = world.app(), world.app()
 
@@ -174,16 +174,16 @@ def test_a_page_of_old_messages_is_gone_through_and_young_ones_are_not(
             world.clock.advance(timedelta(days=8))
             for n in range(9):
                 await for_ever.send(n)
-            expirer = Expirer(worker.store, world.clock, worker._registry.types(), "w", worker.announce)
+            expirer = Expirer(worker.store, world.clock, worker.registry.types(), "w", worker.announce)
             assert [await expirer.look() for _ in range(3)] == [0, 0, 1]
-            # The last page ended with young ones, so the next is the first again.
+            # The last page ended with young messages, so the next search starts at the first page again.
             assert expirer._after == ""
 
     asyncio.run(scenario())
 
 
 def test_a_letter_is_redriven_in_its_time_and_not_later_though_no_purge_came_by(world: World) -> None:
-    """Both ends are told, by their names: until when it can be redriven, and until when its key is taken."""
+    """Both deadlines are shown by name: until when it can be redriven, and until when its key is held."""
     app = world.app()
 
     @app.task(key="{n}")
@@ -219,7 +219,7 @@ def test_a_letter_is_redriven_in_its_time_and_not_later_though_no_purge_came_by(
     async def too_late(app: App, id_: str, letter: Any) -> None:
         with pytest.raises(RetentionOverError, match=id_):
             await app.redrive([id_], actor="ada", reason="fixed")
-        with pytest.raises(RetentionOverError, match="send it anew"):
+        with pytest.raises(RetentionOverError, match="send the message again"):
             await letter.redrive(actor="ada", reason="fixed")
         assert (await world.record(app, id_)).state is State.DEAD
 

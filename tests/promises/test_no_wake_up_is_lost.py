@@ -1,4 +1,4 @@
-"""A run that waits goes on when what it waits for has come, however closely the two miss each other."""
+"""A parked run continues once its signals or children have come, even if they come at the moment it parks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_children_that_end_while_their_parent_parks_are_all_counted(world: World
         async with world.running(*apps):
             receipts = [await gather.send() for _ in range(5)]
             await asyncio.gather(*(app.work(until_idle=True) for app in apps))
-            # One that is idle first has gone home; what the other leaves is for whoever asks next.
+            # One worker may stop as idle before the other is done, so one more run handles what is left.
             await apps[0].work(until_idle=True)
             records = [await world.record(apps[0], receipt) for receipt in receipts]
             assert [record.state for record in records] == [State.DONE] * 5

@@ -1,4 +1,4 @@
-"""Every accepted message reaches an end: a worker that dies only hands it to the next one."""
+"""Every accepted message ends: the messages of a worker that dies are handled by another one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onefold.store import Query, State
 if TYPE_CHECKING:
     from conftest import World
 
-#: Works, and is killed in the middle of its third handler, with more messages claimed.
+#: A worker that is killed in its third handler, while it has claimed more messages.
 WORKER = """
 import asyncio, os, signal, sys
 from onefold import App, Context

@@ -1,4 +1,4 @@
-"""A message sent inside a transaction or a handler leaves if, and only if, that commits."""
+"""A message sent inside a transaction or a handler is stored if, and only if, that commits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from onefold import App, Context, KeyReuseError, Reject
 from onefold.store import Query, State
-from onefold.task import Task
+from onefold.tasks.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

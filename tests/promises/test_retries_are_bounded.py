@@ -1,4 +1,4 @@
-"""A handler that fails is run again later and later, a bounded number of times."""
+"""A handler that fails is run again, with growing delays, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UpstreamError(Exception):
-    """What an HTTP client raises, as far as onefold looks at it."""
+    """The part of an HTTP client's exception that onefold reads."""
 
     def __init__(self, status_code: int, headers: dict[str, str] | None = None) -> None:
         super().__init__(f"status {status_code}")

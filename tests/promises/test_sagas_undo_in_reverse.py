@@ -1,4 +1,4 @@
-"""Each step and each undo of a saga takes effect once; it ends completed or compensated, or is stuck and says so."""
+"""Each step and undo of a saga takes effect once; the saga ends completed or compensated, or is shown as stuck."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def declare(app: App, world: World, calls: list[str], failing: set[str]) -> Saga
 
 
 async def die_with_it(world: World, app: App) -> None:
-    """Let a worker take the saga and never be heard of again."""
+    """Let a worker claim the saga and die."""
     assert len(await app.store.claim(["default"], types=["book@1"], limit=1, lease=30.0, worker="dead")) == 1
     world.clock.advance(31)
 

@@ -1,4 +1,4 @@
-"""An occurrence of a schedule is put once, whoever looks, however often, however late and by whatever clock."""
+"""An occurrence of a schedule is put once, whichever worker finds it, however often or late, by whatever clock."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onefold import App, Context, Query
-from onefold.schedule import Catchup
+from onefold.schedules.plan import Catchup
+from onefold.schedules.ticker import Ticker
 from onefold.store import Registered
-from onefold.stores import open_store
+from onefold.store.open import open_store
 from onefold.testing.clock import FakeClock
 from onefold.testing.faults import FaultyStore
-from onefold.ticker import Ticker
 
 if TYPE_CHECKING:
     from conftest import World
@@ -36,7 +36,7 @@ def hours(world: World, *numbers: int) -> list[str]:
 
 
 def test_sixteen_schedulers_put_each_occurrence_once(world: World) -> None:
-    """E7, fault 35: all of them look at the same moment, again and again."""
+    """E7, fault 35: all of them look for occurrences at the same moment, again and again."""
     apps = [world.app() for _ in range(SCHEDULERS)]
     for app in apps:
         declare_hourly(world, app)
@@ -73,7 +73,7 @@ def test_a_schedule_made_by_sixteen_at_once_is_one_schedule(world: World) -> Non
 
 @pytest.mark.parametrize("catchup", ["skip", "last", "all"])
 def test_when_messages_and_keys_are_long_gone_nothing_fires_again(world: World, catchup: Catchup) -> None:
-    """E7, fault 11: what has fired is known by the schedule itself, not by a key that somebody forgets."""
+    """E7, fault 11: the schedule itself records what has fired, so the end of a key's window does not matter."""
     app = world.app()
     declare_hourly(world, app, catchup)
 
@@ -97,7 +97,7 @@ def test_when_messages_and_keys_are_long_gone_nothing_fires_again(world: World, 
 
 
 class Stopped(FaultyStore):
-    """The store of a worker that stood still after it had read the schedules."""
+    """The store of a worker that is paused after it has read the schedules."""
 
     read: dict[str, Registered] | None = None
 
@@ -109,7 +109,7 @@ class Stopped(FaultyStore):
 
 
 def test_a_scheduler_that_read_long_ago_puts_nothing(world: World) -> None:
-    """E7, fault 35: it goes on after weeks, when no key is left that could stop it."""
+    """E7, fault 35: the worker continues weeks later, when no key is left that could stop it."""
     app = world.app()
     stopped = App(store=Stopped(open_store(world.url, clock=world.clock)), clock=world.clock)
     for one in (app, stopped):
@@ -123,15 +123,22 @@ def test_a_scheduler_that_read_long_ago_puts_nothing(world: World) -> None:
             world.clock.advance(timedelta(days=60))
             async with app.store.transaction() as transaction:
                 await transaction.purge()
-            ticker = Ticker(stopped.store, world.clock, stopped._chance, stopped._registry, stopped._complete)
-            assert await ticker.tick() == 0  # somebody was quicker, so it is to look again
+            ticker = Ticker(
+                stopped.store,
+                world.clock,
+                stopped._chance,
+                stopped.registry.recurring,
+                stopped.registry.tasks,
+                stopped._complete,
+            )
+            assert await ticker.tick() == 0  # another worker was quicker, so it has to read again
             assert await app.find(Query()) == []
 
     asyncio.run(scenario())
 
 
 def test_an_older_state_of_a_schedule_fires_nothing_whose_key_is_kept(world: World) -> None:
-    """E7: as after somebody restored the register alone."""
+    """E7: this is what happens when an operator restores the register alone."""
     app = world.app()
     declare_hourly(world, app)
 
@@ -161,7 +168,7 @@ def test_an_older_state_of_a_schedule_fires_nothing_whose_key_is_kept(world: Wor
 def test_a_clock_that_is_wrong_for_a_while_fires_nothing_twice(
     world: World, catchup: Catchup, wrong: timedelta
 ) -> None:
-    """Fault 11: and afterwards every occurrence fires that has not."""
+    """Fault 11: when the clock is right again, every occurrence that has not fired yet fires."""
     app = world.app()
     declare_hourly(world, app, catchup)
 
@@ -178,7 +185,7 @@ def test_a_clock_that_is_wrong_for_a_while_fires_nothing_twice(
             for _ in range(10):
                 await app.work(until_idle=True)
                 world.clock.advance(timedelta(minutes=20))
-            # The messages of a wrong clock are due when it is their time, so they come last.
+            # Messages that were put by the wrong clock are due at their real time, so they come last.
             effects = await world.effects(app)
             assert len(effects) == len(set(effects))
             assert set(hours(world, 1, 2, 5, 6)) <= set(effects)
@@ -187,8 +194,8 @@ def test_a_clock_that_is_wrong_for_a_while_fires_nothing_twice(
 
 
 def test_a_worker_whose_clock_is_wrong_fires_by_the_stores(postgres_url: str) -> None:
-    """C19, fault 11: the server's time decides, not the worker's."""
-    from onefold.stores.postgres import PostgresStore
+    """C19, fault 11: the server's clock decides, not the worker's."""
+    from onefold.store.postgres import PostgresStore
 
     fast = App(store=PostgresStore(postgres_url), clock=FakeClock(datetime(2099, 12, 31, tzinfo=UTC)))
     slow = App(store=PostgresStore(postgres_url), clock=FakeClock(datetime(1999, 12, 31, tzinfo=UTC)))

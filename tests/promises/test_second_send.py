@@ -1,4 +1,4 @@
-"""What a second send with the same key does, case by case."""
+"""The cases of a second send with the same key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from onefold import App, CancelledMessageError, Context, DeadError, KeyReuseError, Reject
 from onefold.store import State
-from onefold.task import Task
+from onefold.tasks.task import Task
 
 if TYPE_CHECKING:
     from conftest import World

@@ -1,4 +1,4 @@
-"""What a workflow's step wrote is committed once per run, whoever goes on with the run and how often."""
+"""The rows that a workflow's step wrote are committed once per run, whichever workers continue the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_run_goes_on_where_a_dead_worker_was_and_repeats_nothing(world: World)
             receipt = await sender.send()
             await dying.work(until_idle=True)
             world.clock.advance(30 * 86_400)
-            # A worker takes the run and is never heard of again.
+            # A worker claims the run and dies.
             assert len(await dying.store.claim(["default"], types=["flow@1"], limit=1, lease=30.0, worker="dead")) == 1
             world.clock.advance(31)
             await heir.work(until_idle=True)
@@ -83,7 +83,7 @@ def test_a_worker_that_lost_its_run_adds_nothing_to_it(world: World) -> None:
 
 
 def test_a_run_does_not_decide_anew_what_one_of_its_steps_acted_on(world: World) -> None:
-    """C12: the worker is paused inside the step, and another one goes on with the run at another time."""
+    """The worker is paused inside the step, and another worker continues the run at another time."""
     slow, quick = world.paused_app(), world.app()
     started, resume = asyncio.Event(), asyncio.Event()
     keys: list[str] = []

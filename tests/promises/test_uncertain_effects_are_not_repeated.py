@@ -1,4 +1,4 @@
-"""A call made with ``ctx.once`` is not made again while nobody knows whether it happened."""
+"""A call made with ``ctx.once`` is not repeated while it is unknown whether it happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_worker_that_dies_during_the_call_leaves_it_to_a_person(world: World) 
     async def call() -> str:
         calls.append(1)
         called.set()
-        await never.wait()  # its worker is gone before the answer comes
+        await never.wait()  # its worker dies before the answer comes
         return "receipt"
 
     async def pay(ctx: Context) -> str:

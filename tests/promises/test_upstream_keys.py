@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from onefold import App, Batch, ConfigurationError, Context, Run, inspection
-from onefold.task import Task
+from onefold import App, Batch, ConfigurationError, Context, Run
+from onefold.operations.restored import restored
+from onefold.tasks.task import Task
 from onefold.testing import context, drain
 from onefold.testing.servers import PostgresServer
 
 
 def shop(url: str, name: str | None = None) -> tuple[App, Task[[int], str]]:
-    """An app whose handlers return the key they would give to a provider."""
+    """Return an app with a handler that returns the key it would give to a provider."""
     app = App(url, name=name)
 
     @app.task(key="{order}:charge")
@@ -28,7 +29,7 @@ def shop(url: str, name: str | None = None) -> tuple[App, Task[[int], str]]:
 
 
 async def key_of_order(url: str, order: int = 7, name: str | None = None) -> str:
-    """Charge an order and return the key under which the provider was asked."""
+    """Charge an order, and return the key that the provider would have received."""
     app, charge = shop(url, name)
     await app.migrate()
     async with app:
@@ -38,7 +39,7 @@ async def key_of_order(url: str, order: int = 7, name: str | None = None) -> str
 
 
 def two_databases_share_no_key(first: str, second: str) -> None:
-    """The same task with the same arguments has another key in another database."""
+    """Check that the same task with the same arguments has different keys in the two databases."""
 
     async def scenario() -> None:
         assert await key_of_order(first) == await key_of_order(first)
@@ -49,7 +50,7 @@ def two_databases_share_no_key(first: str, second: str) -> None:
 
 @pytest.fixture
 def another_url(store_url: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A second database of the same kind."""
+    """The URL of a second database of the same kind."""
     if store_url.startswith("sqlite"):
         yield f"sqlite:///{tmp_path}/another.db"
         return
@@ -59,12 +60,12 @@ def another_url(store_url: str, request: pytest.FixtureRequest, tmp_path: Path) 
 
 
 def test_two_databases_share_no_key(store_url: str, another_url: str) -> None:
-    """Staging and production, two services that number their orders, or a database that was made anew."""
+    """Such as staging and production, two services that number their orders, or a recreated database."""
     two_databases_share_no_key(store_url, another_url)
 
 
 def test_a_restored_database_keeps_its_keys(tmp_path: Path) -> None:
-    """The provider recognises what it was asked before the restore, so that what runs again has no second effect."""
+    """The provider recognises calls from before the restore, so running a message again has no second effect."""
     original, backup = tmp_path / "shop.db", tmp_path / "backup.db"
 
     async def scenario() -> None:
@@ -73,7 +74,7 @@ def test_a_restored_database_keeps_its_keys(tmp_path: Path) -> None:
         later = await key_of_order(f"sqlite:///{original}", 8)
         app, _ = shop(f"sqlite:///{backup}")
         async with app:
-            await inspection.restored(app.store, actor="ada", reason="backup of Monday", at=1)
+            await restored(app.store, actor="ada", reason="backup of Monday", at=1)
         assert await key_of_order(f"sqlite:///{backup}", 8) == later
         assert await key_of_order(f"sqlite:///{backup}") == before
 
@@ -81,7 +82,7 @@ def test_a_restored_database_keeps_its_keys(tmp_path: Path) -> None:
 
 
 def test_a_copy_beside_its_original_gets_keys_of_its_own(store_url: str) -> None:
-    """With a new identity, as a copy for staging needs it, no key of the original is used again."""
+    """A copy, for staging for example, is given a new identity, so no key of the original is used again."""
 
     async def scenario() -> None:
         production = await key_of_order(store_url)
@@ -90,7 +91,7 @@ def test_a_copy_beside_its_original_gets_keys_of_its_own(store_url: str) -> None
             before = app.origin
             async with context(charge, 7) as ctx:
                 assert ctx.upstream_key("stripe") == production
-            await inspection.restored(app.store, actor="ada", reason="staging", at=1, renew=random.Random(7))
+            await restored(app.store, actor="ada", reason="staging", at=1, renew=random.Random(7))
         async with app, context(charge, 7) as ctx:
             assert ctx.upstream_key("stripe") != production
             assert app.origin.identity != before.identity
@@ -100,7 +101,7 @@ def test_a_copy_beside_its_original_gets_keys_of_its_own(store_url: str) -> None
 
 
 def test_apps_that_open_a_new_database_at_once_agree(store_url: str) -> None:
-    """The identity is drawn once, however many processes are the first."""
+    """The identity is drawn once, even if several processes open the database first."""
 
     async def scenario() -> None:
         apps = [App(store_url, name=name) for name in ("shop", "shop", None, None)]
@@ -117,7 +118,7 @@ def test_apps_that_open_a_new_database_at_once_agree(store_url: str) -> None:
 
 
 def test_the_name_is_kept_and_cannot_be_changed_once_there_are_messages(store_url: str) -> None:
-    """It is part of every key; an app that gives none takes the one that is there."""
+    """The name is part of every key; an app without a name takes the stored one."""
 
     async def scenario() -> None:
         await App(store_url).migrate()
@@ -134,13 +135,13 @@ def test_the_name_is_kept_and_cannot_be_changed_once_there_are_messages(store_ur
 
 
 def test_a_name_that_is_none_is_refused() -> None:
-    """At once, where the app is made."""
+    """The app's constructor raises."""
     with pytest.raises(ConfigurationError, match="app name"):
         App("sqlite:///x.db", name="My Shop")
 
 
 def test_the_identity_comes_from_the_source_of_chance_that_was_given(tmp_path: Path) -> None:
-    """So that a simulated world has the same keys every time."""
+    """A simulated world therefore has the same keys in every run."""
 
     async def identity(path: Path, seed: int) -> str:
         async with App(f"sqlite:///{path}", chance=random.Random(seed)) as app:
@@ -154,7 +155,7 @@ def test_the_identity_comes_from_the_source_of_chance_that_was_given(tmp_path: P
 
 
 def test_items_of_a_batch_and_steps_of_a_run_have_keys_of_their_database_too(tmp_path: Path) -> None:
-    """Whatever kind of handler asks for a key, another database has another one."""
+    """For every kind of handler, another database gives another key."""
 
     async def keys_in(path: Path) -> list[str]:
         app, found = App(f"sqlite:///{path}"), []

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from test_state_machine import Scene
 
 from onefold.clock import MICROSECONDS
-from onefold.envelope import UNKEYED, Envelope
-from onefold.gate import Gating, name_of
+from onefold.message.envelope import UNKEYED, Envelope
 from onefold.store import Act, Again, Dead, Done, Failure, HandBack, Lease, Outcome, State
-from onefold.stores import open_store
-from onefold.stores.sqlite import SQLiteStore
+from onefold.store.gates import Gating, name_of
+from onefold.store.open import open_store
+from onefold.store.sqlite import SQLiteStore
 from onefold.testing import FakeClock
 
 LEASE = 30.0
@@ -31,7 +31,7 @@ _picks = st.integers(min_value=0, max_value=7)
 
 @dataclass
 class Message:
-    """One that has not ended, or is a dead letter."""
+    """One message that has not ended, or is a dead letter."""
 
     gate: str | None
     ordered: bool
@@ -44,7 +44,7 @@ class Message:
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Plain messages, a crowd with two caps, and lines that hold or skip, in a queue and with names of their own."""
+    """Plain messages, a gate with two caps, and lines that hold or skip, in a queue and with names of their own."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GateMachine(RuleBasedStateMachine):
         return message.lease is not None and message.lease_until > self.clock.now()
 
     def may_run(self, message: Message) -> bool:
-        """Whether a claim may give it away now."""
+        """Whether a claim may return it now."""
         now = self.clock.now()
         if message.dead or self.runs(message) or message.due_at > now:
             return False
@@ -137,7 +137,7 @@ class GateMachine(RuleBasedStateMachine):
         id_, message = held[pick % len(held)]
         assert message.lease is not None
         (won,) = self.scene.run(self.store.settle([(message.lease, outcome)]))
-        if not won:  # its lease ran out, and the store has said so to nobody yet
+        if not won:  # its lease has run out, but no answer has shown that yet
             assert not self.runs(message)
             return
         message.lease = None
@@ -187,8 +187,8 @@ def _settings(examples: int, steps: int) -> settings:
     )
 
 
-def test_gates_on_sqlite_let_through_whom_the_rules_allow_and_nobody_else() -> None:
-    """F2, F4: nobody too many, nobody forgotten."""
+def test_gates_on_sqlite_let_through_exactly_the_allowed_messages() -> None:
+    """F2, F4: no message too many, none forgotten."""
 
     def machine() -> GateMachine:
         loop, clock = asyncio.new_event_loop(), FakeClock()
@@ -199,7 +199,7 @@ def test_gates_on_sqlite_let_through_whom_the_rules_allow_and_nobody_else() -> N
     run_state_machine_as_test(machine, settings=_settings(60, 40))  # type: ignore[no-untyped-call]
 
 
-def test_gates_on_postgresql_let_through_whom_the_rules_allow_and_nobody_else(postgres_url: str) -> None:
+def test_gates_on_postgresql_let_through_exactly_the_allowed_messages(postgres_url: str) -> None:
     loop, clock = asyncio.new_event_loop(), FakeClock()
     store = open_store(postgres_url, clock=clock)
     loop.run_until_complete(store.migrate())

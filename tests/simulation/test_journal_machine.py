@@ -1,4 +1,4 @@
-"""Random lives of messages that are parked and told things, compared step by step with the model."""
+"""Random lives of messages that are parked and signalled, compared step by step with the model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from test_state_machine import Scene, StoreMachine
 
 from onefold.errors import SignalError
-from onefold.step import Step, StepKind
 from onefold.store import Failure, Parked
-from onefold.stores import open_store
-from onefold.stores.sqlite import SQLiteStore
+from onefold.store.journal_lines import Line, LineKind
+from onefold.store.open import open_store
+from onefold.store.sqlite import SQLiteStore
 from onefold.testing import FakeClock
 
-_FAILURE = Failure(reason="uncertain", error_type="UncertainError", error_message="who knows")
+_FAILURE = Failure(reason="uncertain", error_type="UncertainError", error_message="it is unknown")
 _picks = st.integers(min_value=0, max_value=3)
 _signals = st.sampled_from(["1", "2", "3"])
 
 
 class JournalMachine(StoreMachine):
-    """The same machine, whose messages also wait."""
+    """The state machine of the other tests, with parked messages."""
 
     @rule(
         pick=_picks,
@@ -32,7 +32,7 @@ class JournalMachine(StoreMachine):
         late=st.booleans(),
     )
     def park(self, pick: int, delay: float | None, awaits: int, failed: bool, late: bool) -> None:
-        """``late`` tells the message something between the claim and the park, which is what a naive park overlooks."""
+        """``late`` records a signal between the claim and the parking, which a naive park overlooks."""
         for lease in self._some_leases([pick]):
             if late:
                 self._tell(lease.id, "late")
@@ -45,7 +45,7 @@ class JournalMachine(StoreMachine):
 
     @rule(signals=st.lists(_signals, max_size=3), awaits=st.sampled_from([1, 2, 3]))
     def wait_for(self, signals: list[str], awaits: int) -> None:
-        """A whole wait at once: sent, claimed, parked, told, claimed again."""
+        """A whole wait at once: sent, claimed, parked, signalled, claimed again."""
         self.put(None, b"[1]", None, 0, False, False)
         id_ = self.ids[-1]
         self.claim(100, 0.0)
@@ -56,7 +56,7 @@ class JournalMachine(StoreMachine):
         self.claim(100, 0.0)
 
     def _tell(self, id_: str, signal: str) -> None:
-        step = Step(f"go/{signal}", StepKind.SIGNAL, b"1")
+        step = Line(f"go/{signal}", LineKind.SIGNAL, b"1")
         try:
             recorded = self.scene.run(self.store.record(id_, [step]))
         except SignalError:

@@ -1,9 +1,9 @@
 """Random sends with every mixture of keys, one by one and at once, compared with a model in plain Python.
 
 Senders at once share commits within one store and take turns with those of another store on the same database.
-What they are told must be what the model says for *some* order of them; what is kept, and what runs, must be the same.
+Their answers must be those of the model for *some* order of the senders; the stored messages and runs must be the same.
 SQLite has one writer, so there it is an order of whole puts.  On PostgreSQL a put is stored as a whole too, but its
-messages are judged one after the other, and a key that is not there cannot be locked: those of others may come between.
+messages are judged one after the other, and a missing key cannot be locked: those of other senders may come between.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, give_way
-from onefold.codec import fingerprint_of
-from onefold.envelope import UNKEYED, Envelope
 from onefold.errors import KeyReuseError
+from onefold.message.codec import fingerprint_of
+from onefold.message.envelope import UNKEYED, Envelope
 from onefold.store import KEEP, Act, Dead, Done, Failure, PutOptions, Query, State, Store, Stored
-from onefold.stores import open_store
+from onefold.store.open import open_store
 from onefold.testing import FakeClock
 from onefold.testing.model import Model
 
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 _WINDOW = 60.0
 _ACT = Act(actor="ada", reason="a test")
 _DEAD = Dead(Failure(reason="failed", error_type="ValueError", error_message="no"))
-#: SQLite as it is reached through each of its drivers; the file need not survive a loss of power.
+#: SQLite with each of its drivers; the file need not survive a loss of power.
 SQLITE_OPTIONS = ["?synchronous=OFF", "?synchronous=OFF&driver=sqlite3"]
 
 Told = tuple[str, bool, bool]
@@ -46,7 +46,7 @@ _Way = Literal["put", "transaction", "batch", "redrive"]
 
 @dataclass(frozen=True)
 class Sent:
-    """One message: which keys, which payload."""
+    """The keys and the payload of one message."""
 
     key: str | None
     window: str | None
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Sender:
-    """Whoever sends some messages in one go, in one of the two stores."""
+    """One call that sends some messages, in one of the two stores."""
 
     store: int
     way: _Way
@@ -81,22 +81,22 @@ _single = _sent.map(lambda one: Sender(0, "put", "", (one,)))
 
 @dataclass
 class KeyModel:
-    """The model of the messages of one type, and of the batches they came in."""
+    """The model of the messages of one type, and of their batches."""
 
     model: Model
     batches: dict[str, tuple[list[tuple[str, str, bytes]], str, int]] = field(default_factory=dict)
 
     def fork(self) -> KeyModel:
-        """Return a copy that can be tried out."""
+        """Return a copy to try something with."""
         messages = {id_: replace(message) for id_, message in self.model.messages.items()}
         return KeyModel(Model(self.model.now, messages, dict(self.model.keys)), dict(self.batches))
 
     def put(self, sender: Sender, envelope: Envelope) -> Stored:
-        """Follow one message, and return what its sender is told about it."""
+        """Apply one message, and return the answer for its sender."""
         return self.model.put(envelope, PutOptions(if_dead="redrive") if sender.way == "redrive" else KEEP)
 
     def send(self, sender: Sender, envelopes: Sequence[Envelope]) -> tuple[KeyModel, list[Told] | None]:
-        """Return what follows and what the sender is told, one message after the other; None if all is refused."""
+        """Return the model after the messages, one after the other, and the answers; None if the send is refused."""
         after = self.fork()
         answers = [after.put(sender, one) for one in envelopes]
         told = [(one.id, one.duplicate, one.clash) for one in answers]
@@ -117,7 +117,7 @@ class KeyModel:
 
 @dataclass
 class Scene:
-    """Two stores on one database, the clock they go by, and the loop they run in."""
+    """Two stores on one database, their clock, and their event loop."""
 
     stores: tuple[Store, Store]
     clock: FakeClock
@@ -127,7 +127,7 @@ class Scene:
         return self.loop.run_until_complete(call)
 
 
-#: One step of the model: what follows it, or None if the sender was told something else.
+#: One step of the model: returns the model after it, or None if the sender's real answer was another.
 Unit = Callable[[KeyModel], KeyModel | None]
 
 
@@ -145,7 +145,7 @@ def _put_single(sender: Sender, envelope: Envelope, told: Told, before: KeyModel
 
 
 def _explain(before: KeyModel, left: list[list[Unit]], tried: set[Any]) -> KeyModel | None:
-    """Return what follows if there is an order of the senders in which each is told what it was told."""
+    """Return the model after some order of the senders in which all answers are right, or None if there is none."""
     if not any(left):
         return before
     holders = tuple(sorted((name, key.message_id) for name, key in before.model.keys.items()))
@@ -164,7 +164,7 @@ _numbers = itertools.count()
 
 
 class KeyMachine(RuleBasedStateMachine):
-    """Messages of a queue and a type of their own, so that many machines may share one database."""
+    """Messages of their own queue and type, so that many machines may share one database."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class KeyMachine(RuleBasedStateMachine):
         self.name = f"keys-{self.number}"
         self.state = KeyModel(Model(now=scene.clock.now()))
         self.count = itertools.count()
-        #: Whether the model has lost track of the store, so that nothing more can be compared.
+        #: Whether the model has differed from the store, so that nothing more can be compared.
         self.differs = False
         #: How often each message was handled.
         self.runs: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class KeyMachine(RuleBasedStateMachine):
         )
 
     async def _send(self, sender: Sender, envelopes: Sequence[Envelope]) -> list[Told] | None:
-        """Send as the app does; None if it was refused, so that nothing of it may be there."""
+        """Send as the app does; return None if the send was refused, so that none of it may be stored."""
         store = self.scene.stores[sender.store]
         try:
             if sender.way == "transaction":
@@ -219,7 +219,7 @@ class KeyMachine(RuleBasedStateMachine):
             for one in stored:
                 if one.clash:
                     raise KeyReuseError(self.name, "", one.id)
-            # Others have a chance to be quicker before the commit.
+            # Other senders may be quicker before the commit.
             await give_way()
         return stored
 
@@ -231,7 +231,7 @@ class KeyMachine(RuleBasedStateMachine):
 
     @rule(senders=st.lists(_single, min_size=2, max_size=4))
     def send_singles_at_once(self, senders: list[Sender]) -> None:
-        """They come to one store in one turn of the loop, and share a commit."""
+        """They reach one store in one iteration of the loop, and share a commit."""
         self.send_at_once(senders)
 
     @rule(senders=st.lists(st.one_of(_single, _senders), min_size=2, max_size=4))
@@ -249,12 +249,12 @@ class KeyMachine(RuleBasedStateMachine):
         self.state = after
 
     def _units(self, sender: Sender, envelopes: Sequence[Envelope], told: list[Told] | None) -> list[Unit]:
-        """Return what of a sender happens at once, in its order."""
+        """Return the parts of a send that each happen at once, in order."""
         if told is None or sender.way == "batch" or not self.scene.stores[0].capabilities.shared:
             return [partial(_put_whole, sender, envelopes, told)]
         return [partial(_put_single, sender, e, one) for e, one in zip(envelopes, told, strict=True)]
 
-    # living
+    # the life of messages
 
     @rule(seconds=st.sampled_from([_WINDOW - 0.000001, _WINDOW, limits.KEY_WINDOW]))
     def time_passes(self, seconds: float) -> None:
@@ -262,7 +262,7 @@ class KeyMachine(RuleBasedStateMachine):
 
     @rule(dies=st.booleans())
     def work(self, dies: bool) -> None:
-        """Handle what is there: each message that was stored runs, once."""
+        """Handle the waiting messages: each stored message runs once."""
         self.state.model.now = self.scene.clock.now()
         leases = self.scene.run(
             self.scene.stores[0].claim([self.name], types=[self.name], limit=100, lease=30.0, worker="grace")
@@ -276,7 +276,7 @@ class KeyMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(min_value=0, max_value=3))
     def cancel(self, pick: int) -> None:
-        """A message that never ran gives its keys back."""
+        """A message that never ran frees its keys."""
         self.state.model.now = self.scene.clock.now()
         alive = [id_ for id_, message in self.state.model.messages.items() if not message.state.ended]
         if pick < len(alive):
@@ -286,11 +286,11 @@ class KeyMachine(RuleBasedStateMachine):
         async with self.scene.stores[1].transaction() as transaction:
             return await transaction.move([id_], State.CANCELLED, _ACT) == [id_]
 
-    # What is always true.
+    # Invariants.
 
     @invariant()
     def store_and_model_agree(self) -> None:
-        """What is kept is what the model says, and no two living messages have one key."""
+        """The stored messages are those of the model, and no two living messages hold one key."""
         model = self.state.model
         model.now = self.scene.clock.now()
         found = self.scene.run(self.scene.stores[0].find(Query(queue=self.name, limit=1_000)))
@@ -325,7 +325,7 @@ def opened(url: str) -> Iterator[Callable[[], Scene]]:
 
 
 def check_keys(url: str, examples: int, steps: int, *, fixed: bool = False) -> None:
-    """Try so many random stories; ``fixed`` always the same ones, without looking for the shortest that fails."""
+    """Try random stories; with ``fixed`` always the same ones, without shrinking a failure."""
     chosen = settings(
         max_examples=examples,
         stateful_step_count=steps,

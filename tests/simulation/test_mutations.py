@@ -1,4 +1,4 @@
-"""The checkers are checked: each defect put in on purpose is found, and within a bounded number of tries."""
+"""Tests of the checkers: each defect put in on purpose is found, within a bounded number of tries."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from typing import Any
 import msgspec
 import pytest
 
-from onefold import App, Context, State, children, limits
-from onefold.envelope import Envelope
-from onefold.journal import Journal as RunJournal
-from onefold.step import Note, Step
+from onefold import App, Context, State, limits
+from onefold.message.envelope import Envelope
 from onefold.store import Lease, Outcome, PutOptions, Query, Stored
-from onefold.stores.rows import message_row
-from onefold.stores.sqlite import SQLiteStore
-from onefold.stores.sqlite import putting as sqlite_putting
-from onefold.stores.sqlite import steps as sqlite_steps
-from onefold.stores.sqlite import transaction as sqlite_transaction
-from onefold.stores.sqlite.leasing import fences_of, rows_of
-from onefold.stores.sqlite.session import SQL, Session
-from onefold.stores.sqlite.settling import settle
-from onefold.stores.sqlite.steps import SQL as STEPS
-from onefold.stretch import Stretch
+from onefold.store.journal_lines import Line, Note
+from onefold.store.shared.rows import message_row
+from onefold.store.sqlite import SQLiteStore
+from onefold.store.sqlite import transaction as sqlite_transaction
+from onefold.store.sqlite.numbers import give_numbers, rows_of
+from onefold.store.sqlite.session import SQL, Session, as_json
+from onefold.store.sqlite.verbs import journal as sqlite_steps
+from onefold.store.sqlite.verbs.settle import settle
 from onefold.testing import HastyClock, drain
 from onefold.testing.checker import Effect, Entry, Final, Journal, check
 from onefold.testing.crash import Point, crash_points
-from onefold.testing.simulation import Kind, Simulation
-from onefold.work import Work
+from onefold.testing.world.simulation import Kind, Simulation
+from onefold.transactions.handler_transaction import HandlerTransaction
+from onefold.workflows import children
+from onefold.workflows.journal import Journal as RunJournal
+from onefold.workflows.replay import Replay
 
-#: A defect that hides for longer than this would hide in two thousand seeds too often.
+#: A defect that takes more seeds than this would be missed too often by two thousand seeds.
 SEEDS_MAX = 400
 
 
 def _seed_that_finds(*kinds: str, world: Kind = "tasks") -> int:
-    """Run seeds until one shows a violation of these kinds."""
+    """Run seeds until one shows a violation of these kinds; return it."""
     with Simulation(world) as simulation:
         for seed in range(SEEDS_MAX):
             result = simulation.run(seed)
@@ -53,40 +52,40 @@ def _seed_that_finds(*kinds: str, world: Kind = "tasks") -> int:
 
 
 def _settle_without_fence(patch: pytest.MonkeyPatch) -> None:
-    """Whoever comes with a handler's work settles, whether or not the message is still theirs."""
+    """A handler's work is settled whether or not its lease is still held."""
 
     def unfenced(session: Session, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         numbers = rows_of(session, [lease for lease, _ in settlements])
-        fences = fences_of(session, numbers)
+        fences = {seq: fence for seq, _, fence, _ in session.rows("lease_fences", as_json(numbers))}
         for (lease, outcome), seq in zip(settlements, numbers, strict=True):
             if seq in fences:
-                settle(session, [(msgspec.structs.replace(lease, fence=fences[seq][0]), outcome)])
+                settle(session, [(msgspec.structs.replace(lease, fence=fences[seq]), outcome)])
 
     patch.setattr(sqlite_transaction, "settle_all", unfenced)
 
 
 def _settle_after_the_commit(patch: pytest.MonkeyPatch) -> None:
-    """The handler's rows first, the outcome in a transaction of its own afterwards."""
+    """The handler's rows are committed first, the outcome afterwards in its own transaction."""
 
-    async def commit(self: Work, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+    async def commit(self: HandlerTransaction, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         self._stop_limit()
         await self._leave(None)
         async with self._store.transaction() as transaction:
             await transaction.conclude(settlements)
 
-    patch.setattr(Work, "commit", commit)
+    patch.setattr(HandlerTransaction, "commit", commit)
 
 
 def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
-    """First a look whether the key is taken, then, a moment later, an insert that does not look again."""
+    """A read checks whether the key is taken; a moment later the insert does not check again."""
 
     def insert(session: Session, e: Envelope) -> Stored:
-        seq, now = session.rows("put_last")[0][0] + 1, session.clock.now()
+        (seq,), _ = give_numbers(session, [e])
         row = (e.scope, e.idempotency_key, 0, seq, e.fingerprint, e.schema_version, None)
         if not session.changes("put_key", [row]):
             session.run("take_key", *row)
-        session.run("put_message", seq, *message_row(e, now))
-        session.run("put_delivery", seq, *sqlite_putting._delivery(e, now))
+        session.run("put_message", seq, *message_row(e, session.clock.now()))
+        session.run("put_deliveries", as_json([seq]))
         return Stored(e.id, State.SCHEDULED)
 
     async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
@@ -100,12 +99,12 @@ def _look_then_insert(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_dead(patch: pytest.MonkeyPatch) -> None:
-    """Leases that run out are never given to anybody else."""
+    """Leases that run out are never taken over."""
     patch.setitem(SQL, "claim_expired", SQL["claim_expired"].replace("WHERE", "WHERE 0 AND"))
 
 
 def _answer_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    """The sender is told that its message is stored while it is still being written."""
+    """The sender gets its receipt while the message is still being written."""
     original = SQLiteStore.put
 
     async def put(self: SQLiteStore, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
@@ -120,7 +119,7 @@ def _answer_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def _send_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    """What a handler sends leaves at once, whatever becomes of the handler."""
+    """The sends of a handler leave at once, even if the handler fails."""
     original = Context.execute
 
     async def execute(self: Context, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
@@ -158,21 +157,21 @@ def test_the_simulation_finds_the_defect(
 
 
 def _park_without_looking(patch: pytest.MonkeyPatch) -> None:
-    """Parking overlooks what others recorded since the claim."""
-    patch.setitem(STEPS, "settle_park", STEPS["settle_park"].replace("wake < ?1", "?1 IS NOT NULL"))
+    """Parking overlooks lines that were recorded since the claim."""
+    patch.setitem(SQL, "settle_park", SQL["settle_park"].replace("wake < ?1", "?1 IS NOT NULL"))
 
 
 def _let_a_late_reply_overwrite(patch: pytest.MonkeyPatch) -> None:
-    """Of two lines with the same name the last one stands."""
+    """Of two lines with the same name the last one counts."""
     late = "ON CONFLICT (message_id, name, kind) DO UPDATE SET value = excluded.value"
-    patch.setitem(STEPS, "record_step", STEPS["record_step"].replace("ON CONFLICT DO NOTHING", late))
+    patch.setitem(SQL, "record_step", SQL["record_step"].replace("ON CONFLICT DO NOTHING", late))
 
 
 def _take_a_signal_twice(patch: pytest.MonkeyPatch) -> None:
-    """A wait is given the oldest signal, whether or not another wait had it."""
+    """A wait receives the oldest signal, even if another wait has received it."""
     original = RunJournal.take_signal
 
-    def take_signal(self: RunJournal, name: str, signal: str) -> Step | None:
+    def take_signal(self: RunJournal, name: str, signal: str) -> Line | None:
         self._taken.clear()
         return original(self, name, signal)
 
@@ -180,28 +179,28 @@ def _take_a_signal_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_timer(patch: pytest.MonkeyPatch) -> None:
-    """A run that sleeps is parked without an end."""
+    """A sleeping run is parked without a due time."""
     patch.setattr(sqlite_steps, "_due_at", lambda outcome, now: limits.INSTANT_MAX)
 
 
 def _record_a_step_apart(patch: pytest.MonkeyPatch) -> None:
-    """The rows of a step first, its record in a transaction of its own afterwards."""
-    original = Stretch._commit
+    """The rows of a step are committed first, its record afterwards in its own transaction."""
+    original = Replay._commit
 
     async def commit(
-        self: Stretch, lines: Sequence[Step], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
-    ) -> list[Step]:
+        self: Replay, lines: Sequence[Line], sends: Sequence[Envelope], notes: Sequence[Note], context: Context | None
+    ) -> list[Line]:
         async def nothing(transaction: object) -> None: ...
 
         if context is not None and context.in_transaction:
             await context.commit_with(nothing)
         return await original(self, lines, sends, notes, None)
 
-    patch.setattr(Stretch, "_commit", commit)
+    patch.setattr(Replay, "_commit", commit)
 
 
 def _let_any_child_answer(patch: pytest.MonkeyPatch) -> None:
-    """What was sent before a restart answers for what was sent after it."""
+    """A child sent before a restart answers for one sent after it."""
     patch.setattr(children, "answer_line", lambda name, restarts: name)
     patch.setattr(RunJournal, "ended", lambda self, name: next(iter(reversed(self._ends.get(name, ()))), None))
 
@@ -272,7 +271,7 @@ def test_crash_points_find_an_outcome_that_is_settled_apart(tmp_path: Path, monk
     assert any("duplicated" in failure for failure in mutant.failures)
 
 
-# the checker by itself: each kind of violation, from the smallest history that has it
+# the checker alone: each kind of violation, in the smallest history that has it
 
 
 def _journal(*entries: Entry) -> Journal:
@@ -332,5 +331,5 @@ def test_a_journal_survives_the_process_that_kept_it() -> None:
     kept.invoke("p", "k")
     kept.ok("p", "k", "1")
     read = Journal()
-    read.read(b"".join(written) + b'{"client":"p","ev')  # the process died in the middle of a line
+    read.read(b"".join(written) + b'{"client":"p","ev')  # the process died while it wrote a line
     assert read.entries == kept.entries == list(ASKED)

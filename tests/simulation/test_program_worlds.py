@@ -1,6 +1,6 @@
-"""Workflows and sagas drawn from seeds, in worlds that kill their workers in any place: none may do a thing twice.
+"""Workflows and sagas drawn from seeds, in worlds where workers die at any point: nothing may happen twice.
 
-The defects that attacks found are put back, and the same worlds must find them.
+Defects that onefold once had are put back, and the same worlds must find them.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from typing import Any
 
 import pytest
 
-from onefold import compensation, effects, restarting
-from onefold.step import Step, StepKind
-from onefold.stretch import Stretch
+from onefold.handlers import effects
+from onefold.store.journal_lines import Line, LineKind
 from onefold.testing.programs.description import parts_of, read
 from onefold.testing.programs.worlds import draw_programs
-from onefold.testing.simulation import Kind, Simulation
+from onefold.testing.world.simulation import Kind, Simulation
+from onefold.workflows import compensation
+from onefold.workflows import restart as restarting
+from onefold.workflows.replay import Replay
 
 RecordProperty = Callable[[str, object], None]
 
-#: In the short run, blocks are what pytest-xdist spreads over the cores.
+#: In the short run, pytest-xdist distributes blocks over the cores.
 BLOCKS = 4
 PROGRAMS_PER_BLOCK = 25
 DEEP_BLOCKS = 4
 DEEP_PROGRAMS_PER_BLOCK = 250
 
-#: A defect that hides for longer than this would hide in a thousand programs too often.
+#: A defect that takes more seeds than this would be missed too often by a thousand programs.
 SEEDS_MAX = 150
 
 NAMES: dict[Kind, str] = {"programs": "generated workflows simulated", "deals": "generated sagas simulated"}
-#: Events that a large block must have seen, or it proves nothing.
+#: Events that a large block must contain, or it proves nothing.
 EVENTS: dict[Kind, tuple[str, ...]] = {
     "programs": ("commit: kill", "before ", "after ", ": lose", "told ", "resume ", "resolve "),
     "deals": ("before undo", "after undo", ": kill", ": lose", "cancel ", "restart ", "refused", "redrive "),
@@ -37,7 +39,7 @@ EVENTS: dict[Kind, tuple[str, ...]] = {
 
 
 def _simulate(kind: Kind, block: int, programs: int, record_property: RecordProperty) -> None:
-    """Run worlds until they held so many programs."""
+    """Run worlds with this many programs in all."""
     ran, events, failed = 0, set[str](), list[str]()
     with Simulation(kind) as simulation:
         for seed in range(block * programs, (block + 1) * programs):
@@ -57,7 +59,7 @@ def _simulate(kind: Kind, block: int, programs: int, record_property: RecordProp
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("kind", list(NAMES))
 def test_no_seed_breaks_a_generated_program(kind: Kind, block: int, record_property: RecordProperty) -> None:
-    """Faults 1 and 37: what was done is what the journal's decisions imply, once, and nothing is left half done."""
+    """Faults 1 and 37: the effects are those implied by the journal's decisions, once, and nothing is half done."""
     _simulate(kind, block, PROGRAMS_PER_BLOCK, record_property)
 
 
@@ -65,12 +67,12 @@ def test_no_seed_breaks_a_generated_program(kind: Kind, block: int, record_prope
 @pytest.mark.parametrize("block", range(DEEP_BLOCKS))
 @pytest.mark.parametrize("kind", list(NAMES))
 def test_no_seed_of_many_breaks_a_generated_program(kind: Kind, block: int, record_property: RecordProperty) -> None:
-    """The same for a thousand workflows and a thousand sagas."""
+    """Faults 1 and 37: a thousand workflows and a thousand sagas."""
     _simulate(kind, block + BLOCKS, DEEP_PROGRAMS_PER_BLOCK, record_property)
 
 
 def test_the_programs_have_everything_in_them() -> None:
-    """What is never drawn is never tested."""
+    """A node that is never drawn is never tested."""
     found = set[str]()
 
     def note(block: Any) -> None:
@@ -96,32 +98,32 @@ async def _nothing(*_: object) -> None:
     return None
 
 
-def _void_clears_all(line: str, lines: dict[tuple[str, StepKind], Step]) -> list[Step]:
-    """A try that did nothing speaks for all tries before it."""
-    found = list[Step]()
+def _void_clears_all(line: str, lines: dict[tuple[str, LineKind], Line]) -> list[Line]:
+    """A try that did nothing clears all earlier tries."""
+    found = list[Line]()
     for one in effects.intents(line, lines):
-        found = [] if (one.name, StepKind.VOID) in lines else [*found, one]
+        found = [] if (one.name, LineKind.VOID) in lines else [*found, one]
     return found
 
 
 def _act_on_pending_decisions(patch: pytest.MonkeyPatch) -> None:
-    """C12: what a run decided is written with the next record, after steps have acted on it."""
-    patch.setattr(Stretch, "secure", _nothing)
+    """Decisions of a run are recorded with the next step's result, after steps have acted on them."""
+    patch.setattr(Replay, "record_pending", _nothing)
 
 
 def _repeat_what_is_unknown(patch: pytest.MonkeyPatch) -> None:
-    """C13: a call is repeated after the provider has forgotten the key of a try that may have had its effect."""
+    """A call is repeated after the provider has forgotten the key of a try that may have had its effect."""
     patch.setattr(effects, "open_tries", _void_clears_all)
 
 
 def _go_back_behind_an_undo(patch: pytest.MonkeyPatch) -> None:
-    """C14: a saga goes back although an undo is being called."""
+    """A saga is restarted although an undo is running."""
     patch.setattr(compensation._Undo, "_begin", _nothing)
     patch.setattr(restarting, "_refuse_running", lambda *_: None)
 
 
 def _leave_commands_alive(patch: pytest.MonkeyPatch) -> None:
-    """C14: commands that a restart has forgotten take effect afterwards."""
+    """Commands that a restart has removed from the journal take effect afterwards."""
     patch.setattr(restarting, "_take_back", _nothing)
     patch.setattr(restarting, "_refuse_running", lambda *_: None)
 
@@ -139,9 +141,9 @@ def _leave_commands_alive(patch: pytest.MonkeyPatch) -> None:
 def test_the_programs_find_the_defect(
     kind: Kind, mutate: Callable[[pytest.MonkeyPatch], None], problem: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C12, C13 and C14, within a bounded number of seeds; without the defect the same seed finds nothing.
+    """Each is found within a bounded number of seeds; without the defect the same seed finds nothing.
 
-    ``first`` is near the seed that finds it today, to save time.
+    ``first`` is close to the seed that finds it today, to save time.
     """
     mutate(monkeypatch)
     with Simulation(kind) as simulation:

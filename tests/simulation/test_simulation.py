@@ -1,4 +1,4 @@
-"""Thousands of hostile worlds, none of which may break the promise; and the simulation itself is what it claims."""
+"""Thousands of hostile worlds, none of which may break the promise; and tests of the simulation itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import pytest
 
-from onefold.testing.loop import Process, SimulatedClock, SimulatedLoop
-from onefold.testing.simulation import Kind, Simulation, main
+from onefold.testing.world.loop import Process, SimulatedClock, SimulatedLoop
+from onefold.testing.world.simulation import Kind, Simulation, main
 
-#: Blocks are what pytest-xdist spreads over the cores.
+#: pytest-xdist distributes blocks over the cores.
 BLOCKS = 8
 SEEDS_PER_BLOCK = 250
 OTHER_SEEDS = 50
-#: Larger worlds, and some of what happens in them is rare: of so many a block surely has some.
+#: Larger worlds with rare events; a block of them is large enough to contain some.
 RUN_BLOCKS = 4
 RUN_SEEDS_PER_BLOCK = 32
 
@@ -30,7 +30,7 @@ def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, 
         results = [simulation.run(seed) for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK)]
     failed = [str(result) for result in results if result.report]
     assert not failed, "\n\n".join(failed)
-    # Worlds in which nothing happens would prove nothing: count what the seeds brought about.
+    # A world without events would prove nothing, so count the events of all seeds.
     events = [line.partition(" ")[2] for result in results for line in result.history]
     for fault in (": kill", ": kill after", ": lose", ": stopped", "redrive", "cancel", "duplicate=True"):
         assert sum(fault in event for event in events) > SEEDS_PER_BLOCK // 50, fault
@@ -39,7 +39,7 @@ def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, 
 def test_no_seed_breaks_the_promise_on_the_interpreters_own_sqlite(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The same worlds on the other library, in which transactions with statements of handlers commit alone."""
+    """The same worlds with the other library, in which transactions with statements of handlers commit alone."""
     record_property("simulated worlds on sqlite3", OTHER_SEEDS)
     with Simulation(driver="sqlite3") as simulation:
         results = [simulation.run(seed) for seed in range(OTHER_SEEDS)]
@@ -49,7 +49,7 @@ def test_no_seed_breaks_the_promise_on_the_interpreters_own_sqlite(
 
 @pytest.mark.parametrize("block", range(RUN_BLOCKS))
 def test_no_seed_breaks_a_run(block: int, record_property: Callable[[str, object], None]) -> None:
-    """H1 to H8: each step takes effect once, no wake-up is lost, and what a run saw is what its journal says."""
+    """H1 to H8: each step takes effect once, no wake-up is lost, and a run's answers are those of its journal."""
     number = RUN_SEEDS_PER_BLOCK
     record_property("simulated worlds of workflows", number)
     with Simulation("runs") as simulation:
@@ -71,7 +71,7 @@ def test_the_same_seed_makes_the_same_history(kind: Kind) -> None:
 
 def test_the_history_does_not_depend_on_the_process_it_runs_in() -> None:
     def run(hash_seed: str) -> str:
-        command = [sys.executable, "-m", "onefold.testing.simulation", "--seed", "5"]
+        command = [sys.executable, "-m", "onefold.testing.world.simulation", "--seed", "5"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
@@ -96,16 +96,16 @@ def test_time_jumps_to_the_next_timer_and_a_year_takes_no_time() -> None:
     before = clock.steady()
     loop.run_until_complete(clock.sleep(365 * 86_400))
     assert clock.steady() - before == 365 * 86_400 * 1_000_000
-    loop.bury()
+    loop.unwind()
 
 
-def test_the_seed_decides_who_runs_first() -> None:
+def test_the_seed_decides_which_task_runs_first() -> None:
     def order(seed: int) -> list[int]:
         loop, ran = _loop(seed), []
         for number in range(10):
             loop.call_soon(ran.append, number)
         loop.run_until_complete(SimulatedClock(loop, Process("one")).sleep(1))
-        loop.bury()
+        loop.unwind()
         return ran
 
     assert order(1) == order(1)
@@ -125,7 +125,7 @@ def test_a_stopped_process_gets_no_time_until_it_is_resumed() -> None:
     task = loop.start(process, tick())
     loop.later(2.5, loop.stop_process, process, 10)
     loop.run_until_complete(task)
-    loop.bury()
+    loop.unwind()
     assert ticks == [1, 2, 12.5, 13.5, 14.5, 15.5]
 
 
@@ -142,11 +142,11 @@ def test_a_dead_process_runs_no_cleanup() -> None:
     loop.later(1, loop.kill_process, process)
     loop.run_until_complete(SimulatedClock(loop, Process("other")).sleep(10))
     assert cleaned == []
-    loop.bury()
+    loop.unwind()
 
 
 def test_waiting_for_what_can_never_happen_is_an_error() -> None:
     loop = _loop()
     with pytest.raises(RuntimeError, match="never happen"):
         loop.run_until_complete(asyncio.Event().wait())
-    loop.bury()
+    loop.unwind()

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.codec import fingerprint_of
-from onefold.envelope import UNKEYED, Envelope
+from onefold.message.codec import fingerprint_of
+from onefold.message.envelope import UNKEYED, Envelope
 from onefold.store import Act, Again, Dead, Done, Failure, HandBack, Lease, Outcome, PutOptions, Query, State, Store
-from onefold.stores import open_store
-from onefold.stores.sqlite import SQLiteStore
+from onefold.store.open import open_store
+from onefold.store.sqlite import SQLiteStore
 from onefold.testing import FakeClock
 from onefold.testing.model import Model
 
@@ -47,14 +47,14 @@ _outcomes = st.sampled_from(
     ]
 )
 _four_outcomes = st.lists(_outcomes, min_size=4, max_size=4)
-#: Counted back from the latest.
+#: Indexes from the end of a list, the latest first.
 _picks = st.integers(min_value=0, max_value=7)
 _later = st.sampled_from([0.0, 0.0, 45.0, 100.0])
 
 
 @dataclass
 class Scene:
-    """An open store, the clock it goes by, and the loop it runs in."""
+    """An open store, its clock, and its event loop."""
 
     store: Store
     clock: FakeClock
@@ -69,7 +69,7 @@ _numbers = itertools.count()
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Messages of a queue and a type of their own, so that many machines may share one database."""
+    """Messages of their own queue and type, so that many machines may share one database."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.scene.loop.close()
 
     def envelope(self, key: str | None, payload: bytes, **fields: Any) -> Envelope:
-        # In the order of sending, so that the same steps always claim in the same order.
+        # Ids rise in the order of sending, so that the same steps always claim in the same order.
         id_ = f"{self.number:08x}-0000-7000-8000-{next(self.sent):012x}"
         return Envelope(
             id=id_,
@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
     def some_id(self, pick: int) -> str:
         return self.ids[-1 - pick % len(self.ids)]
 
-    # The verbs.
+    # Verbs.
 
     @initialize(keys=st.lists(_keys, min_size=1, max_size=4))
     def begin(self, keys: list[str | None]) -> None:
@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(pick=_picks)
     def put_again(self, pick: int) -> None:
-        """The answer was lost, and the sender asks again with the very same message."""
+        """After a lost answer, the sender puts the same message again."""
         message = self.model.messages.get(self.some_id(pick))
         if message is None or message.envelope.deduplication_key is not None:
             return
@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([1, 2, 100]), after=st.sampled_from([0.0, 0.0, 5.0, LEASE]))
     def claim(self, limit: int, after: float) -> None:
-        """After the length of a lease, whoever holds anything was too slow, and its lease goes stale."""
+        """If the time is as long as a lease, the leases held so far go stale."""
         self.time_passes(after)
         claimed = self.scene.run(
             self.store.claim([self.name], types=[self.name], limit=limit, lease=LEASE, worker="grace")
@@ -168,11 +168,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(picks=st.lists(_picks, min_size=1, max_size=4, unique=True), outcomes=_four_outcomes, child=st.booleans())
     def settle(self, picks: list[int], outcomes: list[Outcome], child: bool) -> None:
-        """One or several at once, with leases that are held, were lost or were settled before."""
+        """Settle one or several at once, with leases that are held, were lost or were settled before."""
         self._settle(list(zip(self._some_leases(picks), outcomes, strict=False)), child)
 
     def _some_leases(self, picks: list[int]) -> list[Lease]:
-        """Return leases, the latest most of the time, none of them twice."""
+        """Return leases without repetition, usually the latest."""
         return [self.leases[-1 - pick] for pick in picks if pick < len(self.leases)]
 
     def _settle(self, settlements: list[tuple[Lease, Outcome]], child: bool) -> None:
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=_keys, outcome=_outcomes, operator=st.sampled_from([None, "redrive", "discard"]), later=_later)
     def live(self, key: str | None, outcome: Outcome, operator: str | None, later: float) -> None:
-        """A whole life at once, and what may follow it: steps that chance alone seldom puts in a row."""
+        """A whole life at once, and steps after it that rarely follow each other by chance."""
         self.put(key, b"[1]", None, 0, False, False)
         id_ = self.ids[-1]
         self.claim(100, 0.0)
@@ -234,11 +234,11 @@ class StoreMachine(RuleBasedStateMachine):
                 if (await transaction.purge()).total == 0:
                     return
 
-    # What is always true.
+    # Invariants.
 
     @invariant()
     def store_and_model_agree(self) -> None:
-        """States, counts, results and what is kept are the same, and no fence has sunk."""
+        """States, counts and results are the same, and no fence has gone down."""
         found = self.scene.run(self.store.find(Query(queue=self.name, limit=1_000)))
         assert {record.envelope.id for record in found} == self.model.messages.keys()
         for record in found:
@@ -249,7 +249,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def _in_memory() -> Scene:
-    """A store of its own for each example: no threads, no file."""
+    """A store of its own for each example, without threads and without a file."""
     loop, clock = asyncio.new_event_loop(), FakeClock()
     store = SQLiteStore(":memory:", clock=clock, inline=True)
     loop.run_until_complete(store.open())
@@ -291,7 +291,7 @@ def test_postgres_lives_as_the_model_says(postgres_url: str) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, LEASE])
 def test_the_model_itself_refuses_a_wrong_claim(seconds: float) -> None:
-    """The comparison can fail: a claim of a message somebody holds is right only after its lease ran out."""
+    """The comparison can fail: a claim of a leased message is right only after its lease ran out."""
     model = Model(now=1_000_000)
     envelope = Envelope(
         id="m",

@@ -11,7 +11,7 @@ from supervisor_scene import Scene
 
 @pytest.fixture
 def scene(store_url: str, tmp_path: Path) -> Iterator[Scene]:
-    """Each store in turn."""
+    """A scene on each store in turn."""
     made = Scene(store_url, tmp_path)
     yield made
     made.close()
@@ -19,7 +19,7 @@ def scene(store_url: str, tmp_path: Path) -> Iterator[Scene]:
 
 @pytest.fixture
 def local(sqlite_url: str, tmp_path: Path) -> Iterator[Scene]:
-    """SQLite only, for what has nothing to do with the store."""
+    """A scene on SQLite only, for tests that do not depend on the store."""
     made = Scene(sqlite_url, tmp_path)
     yield made
     made.close()

@@ -1,6 +1,6 @@
-"""An app whose handlers do everything that handlers should not, for ``onefold worker supervised_app:app``.
+"""An app with harmful handlers, for ``onefold worker supervised_app:app``.
 
-``ONEFOLD_URL`` names its store; ``RUNS`` names a file to which every handler that begins adds a line.
+``ONEFOLD_URL`` names its store; ``RUNS`` names a file to which every handler adds a line when it begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _kept: list[bytearray] = []
 
 
 def began(what: str) -> None:
-    """Leave a trace that no rollback takes away; written at once, whole."""
+    """Record the beginning in one write, which no rollback removes."""
     os.write(_runs, f"{what} {os.getpid()} {os.getcwd()}\n".encode())
 
 
@@ -59,7 +59,7 @@ async def wait(name: str, seconds: float) -> None:
 
 @app.task
 async def neighbour(name: str) -> None:
-    """Run until the process dies; the second run is short."""
+    """Run until the process dies; a second run is short."""
     began(f"neighbour:{name}")
     if times_begun(f"neighbour:{name} ") == 1:
         await asyncio.sleep(3_600)
@@ -67,7 +67,7 @@ async def neighbour(name: str) -> None:
 
 @app.task
 async def die(how: str, beside: int) -> None:
-    """End the process once so many others are running beside this one; later runs are alone anyway."""
+    """End the process once this many others run beside this one; later runs, which are alone, end it at once."""
     began("die")
     while times_begun("neighbour:") < beside:  # noqa: ASYNC110 - what happens in a file has no event
         await asyncio.sleep(0.01)
@@ -83,7 +83,7 @@ async def die(how: str, beside: int) -> None:
 
 @app.task
 async def later(seconds: float) -> None:
-    """Pass a number from the message on as a duration, past the check that every duration goes through."""
+    """Use a number from the message as a duration, past the check that every duration goes through."""
     began("later")
     snooze = Snooze(after=1.0)
     snooze.after_seconds = seconds
@@ -92,7 +92,7 @@ async def later(seconds: float) -> None:
 
 @app.task
 async def hold(name: str, seconds: int) -> None:
-    """Sleep in C without giving up the interpreter's lock: nothing else in this process can run."""
+    """Sleep in C without releasing the interpreter's lock: no other thread of this process can run."""
     began(f"hold:{name}")
     ctypes.PyDLL(None).sleep(seconds)
 
@@ -131,7 +131,7 @@ async def grow(megabytes: int) -> None:
 
 @app.task
 async def wander() -> None:
-    """Change what belongs to the whole process, and leave a thread behind that never ends."""
+    """Change global state of the process, and leave a thread behind that never ends."""
     began("wander")
     os.chdir("/")
     threading.Thread(target=threading.Event().wait).start()
@@ -145,7 +145,7 @@ def apart(name: str, seconds: float) -> None:
 
 @app.task
 async def fork(how: str) -> str:
-    """Make a fork that goes on as if it were the worker, and outlive it."""
+    """Make a fork that continues as if it were the worker, and live longer than it."""
     return outlive_a_fork(how)
 
 

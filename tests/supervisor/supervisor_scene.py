@@ -1,4 +1,4 @@
-"""A store, an app with dangerous handlers, and ``onefold worker`` on it as a person would start it."""
+"""A store, an app with harmful handlers, and ``onefold worker`` on it as an operator would start it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold import App, Query, State
-from onefold.inspection import DeadLetter
+from onefold.operations.dead_letters import DeadLetter
 from onefold.store import Record
 
 Answer = TypeVar("Answer")
 
-#: Long enough for a busy machine; nothing that works waits for it.
+#: Long enough for a busy machine; a passing test does not wait this long.
 PATIENCE_SECONDS = 60.0
 HERE = Path(__file__).parent
 
@@ -33,7 +33,7 @@ def wait_until(true: Callable[[], object], what: str | Callable[[], str]) -> Non
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not merely waiting for somebody to ask how it ended."""
+    """Whether a process exists and is not a zombie that waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -41,7 +41,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Running:
-    """One ``onefold worker``: the supervisor's process and what it printed."""
+    """One ``onefold worker``: the supervisor's process and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
@@ -57,12 +57,12 @@ class Running:
         return self
 
     def children(self) -> list[int]:
-        """The processes below it."""
+        """The process ids of its children."""
         pid = self.process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def family(self) -> list[int]:
-        """It and all processes below it, as a service manager sees them."""
+        """The process ids of it and all processes below it, as a service manager sees them."""
         found = [self.process.pid]
         for pid in found:
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -71,7 +71,7 @@ class Running:
         return found
 
     def signal_all(self, number: int) -> None:
-        """Do what a service manager does: signal every process at once."""
+        """Signal every process at once, as a service manager does."""
         for pid in self.family():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -80,7 +80,7 @@ class Running:
         self.process.send_signal(number)
 
     def interrupt(self, pid: int) -> None:
-        """Do to one process what Ctrl-C does to all of a group."""
+        """Send one process the signal that Ctrl-C sends to the whole group."""
         os.kill(pid, signal.SIGINT)
 
     def wait(self) -> int:
@@ -91,7 +91,7 @@ class Running:
         self.signal(signal.SIGTERM)
 
     def signal_twice(self) -> None:
-        """Ask it to stop, and then at once."""
+        """Ask it to stop, and then to stop at once."""
         self.terminate()
         wait_until(lambda: "stopping" in self.printed, lambda: self.printed)
         self.terminate()
@@ -116,10 +116,10 @@ class Scene:
         self._loop.run_until_complete(self._prepare())
 
     async def _prepare(self) -> None:
-        # The tasks are declared elsewhere, where the worker finds them; here they are only sent.
+        # The tasks are declared in a module that the worker can find; here they are only sent.
         import supervised_app
 
-        self.app._registry = supervised_app.app._registry
+        self.app.registry = supervised_app.app.registry
         await self.app.migrate()
         await self.app.open()
         async with self.app.transaction() as transaction:
@@ -138,7 +138,7 @@ class Scene:
         errors: int | None = None,
         **variables: str,
     ) -> Running:
-        """Start ``onefold worker``; its standard error is in its log, unless ``errors`` is another descriptor."""
+        """Start ``onefold worker``; its standard error goes to its log, or to ``errors`` if given."""
         log = self.directory / f"worker-{len(self.workers)}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -159,7 +159,7 @@ class Scene:
         )
 
     def ask(self, question: Callable[[App], Awaitable[Answer]]) -> Answer:
-        """Ask the store something."""
+        """Run a coroutine function with an open app, and return its result."""
 
         async def ask() -> Answer:
             return await question(self.app)
@@ -167,7 +167,7 @@ class Scene:
         return self._loop.run_until_complete(ask())
 
     def send(self, task: str, *calls: Sequence[Any]) -> list[str]:
-        """Send one message for each tuple of arguments, in this order; returns their ids."""
+        """Send one message for each tuple of arguments, in this order; return their ids."""
         declared = self.app.tasks[task]
         receipts = self.ask(lambda app: app.send_many(declared.call(*arguments) for arguments in calls))
         return [receipt.id for receipt in receipts]
@@ -180,7 +180,7 @@ class Scene:
         return Counter(record.state for record in self.records().values())
 
     def wait_ended(self) -> None:
-        """Wait until nothing is alive any more."""
+        """Wait until no message is alive."""
         wait_until(lambda: all(record.state.ended for record in self.records().values()), self.story)
 
     def letters(self) -> list[DeadLetter]:
@@ -194,16 +194,16 @@ class Scene:
         return Counter(row[0] for row in rows)
 
     def runs(self) -> Counter[str]:
-        """How often each handler began."""
+        """How often each handler began, by its name."""
         return Counter(line.split()[0] for line in self.runs_file.read_text().splitlines())
 
     def run_places(self) -> list[tuple[int, str]]:
-        """In which process, and in which directory, each handler began."""
+        """The process and the directory in which each handler began."""
         lines = self.runs_file.read_text().splitlines()
         return [(int(pid), directory) for _, pid, directory in map(str.split, lines)]
 
     def story(self) -> str:
-        """Everything that helps to see what went wrong."""
+        """All output and state that helps to find out what went wrong."""
         logs = "\n".join(f"--- worker {n}\n{worker.printed}" for n, worker in enumerate(self.workers))
         return f"{self.states()}\n{self.runs().most_common(20)}\n{logs}"
 
@@ -216,6 +216,6 @@ class Scene:
                 worker.process.kill()
                 worker.process.wait()
                 for child in below:
-                    # They notice by themselves; a test that failed does not wait for that.
+                    # The children notice by themselves; a failed test does not wait for that.
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Processes that die, and what becomes of the messages they had."""
+"""Processes that die, and the messages that they held."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from onefold import State
 def test_however_it_kills_its_process_a_message_is_quarantined(
     local: Scene, how: str, said: str, in_stack: str
 ) -> None:
-    """Fault 20: exit 0 is no success; how it died is the same story on every store."""
+    """Fault 20: exit 0 is no success either; the outcome is the same on every store."""
     _quarantine(local, how, said, in_stack)
 
 
 def test_a_message_that_kills_its_process_is_quarantined_and_its_neighbours_are_not(scene: Scene) -> None:
-    """Fault 20, C17: three crashes are the end, and nobody else is blamed for them."""
+    """Fault 20, C17: it is quarantined after three crashes, and no other message is blamed for them."""
     _quarantine(scene, "kill", "SIGKILL", "")
 
 
@@ -37,13 +37,13 @@ def _quarantine(scene: Scene, how: str, said: str, in_stack: str) -> None:
     assert in_stack in letter.failure.stack
     assert ("in die" in letter.failure.stack) is bool(in_stack)
     assert scene.states() == {State.DONE: 9, State.DEAD: 1}, scene.story()
-    # Its neighbours were running when it first killed a process, so they ran twice, the second time alone.
+    # Its neighbours were running when it killed its first process, so they ran twice, the second time alone.
     assert scene.runs() == {"die": 3, **{f"neighbour:n{number}": 2 for number in range(9)}}
     assert {record.crashes for id_, record in scene.records().items() if id_ != killer} == {1}
 
 
 def test_an_outcome_that_cannot_be_written_ends_no_process(scene: Scene) -> None:
-    """C10: it is the dead letter of its own message; nothing beside it begins twice or is blamed."""
+    """It becomes a dead letter; no message beside it starts twice or is blamed."""
     scene.send("quick", *((f"{number}",) for number in range(20)))
     (bad,) = scene.send("later", (1e300,))
     scene.send("quick", *((f"{number}",) for number in range(20, 40)))
@@ -57,7 +57,7 @@ def test_an_outcome_that_cannot_be_written_ends_no_process(scene: Scene) -> None
 
 
 def test_what_a_dead_process_had_only_fetched_comes_back_at_once(scene: Scene) -> None:
-    """C15: it does not wait for the lease, which here is an hour, and no crash is counted."""
+    """C15: it does not wait for the lease, which is an hour here, and no crash is counted."""
     before, after = ((f"{number}",) for number in range(300)), ((f"{number}",) for number in range(300, 700))
     scene.send("quick", *before)
     (killer,) = scene.send("die", ("kill", 0))
@@ -71,7 +71,7 @@ def test_what_a_dead_process_had_only_fetched_comes_back_at_once(scene: Scene) -
 
 
 def test_a_dead_supervisor_takes_its_processes_along_and_nothing_is_lost(scene: Scene) -> None:
-    """C15: they notice, finish what they run and hand back the rest; nobody waits for a lease, here an hour."""
+    """C15: they notice, finish their messages and hand back the rest; nothing waits for a lease, an hour here."""
     scene.send("wait", ("short", 1.0), ("long", 3_600.0))
     worker = scene.work("--processes", "2", "--concurrency", "1", "--lease", "3600", "--stop-after", "2").wait_ready()
     wait_until(lambda: len(scene.runs()) == 2, scene.story)
@@ -83,7 +83,7 @@ def test_a_dead_supervisor_takes_its_processes_along_and_nothing_is_lost(scene: 
 
 
 def test_a_process_that_hangs_in_c_does_not_outlive_its_supervisor_for_long(local: Scene) -> None:
-    """Fault 21: with the interpreter's lock held it can notice nothing; the kernel ends it within 16 seconds."""
+    """Fault 21: it holds the interpreter's lock and notices nothing; the kernel ends it within 16 seconds."""
     local.send("hold", ("for-ever", 3_600))
     worker = local.work("--lease", "3600").wait_ready()
     wait_until(local.runs, local.story)
@@ -93,8 +93,8 @@ def test_a_process_that_hangs_in_c_does_not_outlive_its_supervisor_for_long(loca
     wait_until(lambda: not is_alive(hanging), "the process outlived its supervisor")
 
 
-def test_threads_and_a_changed_directory_disturb_nobody(local: Scene) -> None:
-    """Fault 21: the process goes on, its successor starts where the supervisor is, and a stop waits for no thread."""
+def test_threads_and_a_changed_directory_have_no_effect_on_others(local: Scene) -> None:
+    """Fault 21: the process continues, its successor starts where the supervisor is, and a stop waits for no thread."""
     local.send("wander", ())
     local.send("note", ("a",), ("b",))
     worker = local.work("--max-messages", "3", "--concurrency", "1").wait_ready()

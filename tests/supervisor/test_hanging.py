@@ -1,4 +1,4 @@
-"""Processes that hang: their leases are kept, and those who cannot be helped are killed."""
+"""Processes that hang: their leases are renewed, and those that stay stuck are killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onefold import State
 
 
 def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Scene) -> None:
-    """Fault 21, C13: not even a heartbeat thread could renew the lease; the supervisor does, from another process."""
+    """Fault 21, C13: no thread of the process could renew its lease; the supervisor renews it from another process."""
     scene.send("hold", ("long", 5))
     first = scene.work("--lease", "1").wait_ready()
     wait_until(scene.runs, scene.story)
@@ -25,12 +25,12 @@ def test_a_handler_that_holds_the_interpreter_past_the_lease_runs_once(scene: Sc
 def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(local: Scene) -> None:
     """C13, fault 21: a thread can stop its process while that has the write lock, so that no process can renew.
 
-    Owners have 0.3 s to renew afterwards.  A second process that keeps the lock for all of that time costs a neighbour
-    one takeover (decision 0028), never two, and never a second commit.
+    Owners have 0.3 s to renew afterwards.  A second process that keeps the lock for all of that time costs another
+    message one takeover (decision 0028), never two, and never a second commit.
     """
     for name in range(6):
         local.send("quick", *((f"{name}-{number}",) for number in range(100)))
-        # Two of them one after the other are still shorter than a worker waits for the file when it starts.
+        # Two of them in a row are still shorter than a worker waits for the file when it starts.
         local.send("hold_in_a_thread", (f"{name}", 2))
     workers = [local.work("--lease", "1", "--processes", "2", "--concurrency", "50").wait_ready() for _ in range(2)]
     local.wait_ended()
@@ -42,7 +42,7 @@ def test_a_thread_that_holds_the_interpreter_and_with_it_the_file_runs_once(loca
 
 
 def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) -> None:
-    """C17: only what it has begun waits for it."""
+    """C17: only the message it has started waits for it."""
     local.send("quick", *((f"{number}",) for number in range(300)))
     local.send("hold", ("long", 10))
     behind = local.send("quick", *((f"{number}",) for number in range(300, 600)))
@@ -63,7 +63,7 @@ def test_what_a_hanging_process_had_fetched_others_do_meanwhile(local: Scene) ->
 
 
 def test_an_event_loop_that_does_not_move_is_killed_and_its_stack_kept(local: Scene) -> None:
-    """Fault 21: what hangs three processes is quarantined like what kills them."""
+    """Fault 21: a message that hangs three processes is quarantined like one that kills them."""
     local.send("hold", ("for-ever", 3_600))
     worker = local.work("--stall-after", "2", "--lease", "3600", "--until-idle")
     assert worker.wait() == 0, local.story()
@@ -74,7 +74,7 @@ def test_an_event_loop_that_does_not_move_is_killed_and_its_stack_kept(local: Sc
 
 
 def test_a_handler_that_ignores_its_timeout_is_killed_and_only_it_is_blamed(local: Scene) -> None:
-    """C20, fault 21: cancelled first, then its process is killed; its neighbour is handed back without a crash."""
+    """C20, fault 21: it is cancelled first, then its process is killed; the other message counts no crash."""
     (guilty,) = local.send("stubborn", ())
     (innocent,) = local.send("neighbour", ("innocent",))
     worker = local.work("--lease", "3600")

@@ -1,4 +1,4 @@
-"""What people and machines see of a supervisor: health, who is there, why it does not start."""
+"""A supervisor as operators and probes see it: health, the list of workers, reasons for a failed start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from supervisor_scene import Scene, wait_until
 
 from onefold import State
-from onefold.inspection import workers
+from onefold.worker.worker_list import workers
 
 
 def _ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -45,7 +45,7 @@ def test_health_says_whether_messages_are_handled(local: Scene) -> None:
     local.send("wait", ("long", 3.0))
     wait_until(lambda: sum(one["running"] for one in _ask(port, "/live")[1]["workers"]) == 1, local.story)
     worker.terminate()
-    # Still alive, and no longer ready: who sends it work should send it elsewhere.
+    # Still alive but no longer ready: a load balancer should send its work elsewhere.
     wait_until(lambda: "stopping" in worker.printed, local.story)
     assert _ask(port, "/ready")[0] == 503
     assert _ask(port, "/live")[0] == 200
@@ -54,9 +54,9 @@ def test_health_says_whether_messages_are_handled(local: Scene) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets the limit of another process")
 def test_a_flood_of_silent_connections_takes_no_descriptors_from_workers(local: Scene) -> None:
-    """More connections than the supervisor has descriptors: probes are answered and a dead worker is replaced.
+    """With more connections than it has descriptors, probes are answered and a dead worker is replaced.
 
-    A few lines are logged about it, not one for each connection.
+    The log gets a few lines about it, not one for each connection.
     """
     worker = local.work("--health", "127.0.0.1:0").wait_ready()
     found = re.search(r"health at http://127.0.0.1:(\d+)/live", worker.printed)
@@ -91,14 +91,14 @@ def test_an_address_that_is_none_is_refused(local: Scene) -> None:
 
 
 def test_processes_that_cannot_start_end_the_supervisor_with_the_reason(local: Scene) -> None:
-    """Shown once, not once per process and attempt."""
+    """The reason is shown once, not once per process and attempt."""
     worker = local.work("--processes", "2", BROKEN="1")
     assert worker.wait() == 1
     assert worker.printed.count('raise RuntimeError("the lifespan is broken")') == 1
     assert "no worker process can start: RuntimeError: the lifespan is broken" in worker.printed
 
 
-def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
+def test_workers_lists_the_live_workers_and_the_messages_they_hold(scene: Scene) -> None:
     (id_,) = scene.send("wait", ("long", 3_600.0))
     worker = scene.work("--processes", "2", "--queue", "default").wait_ready()
     wait_until(scene.runs, scene.story)
@@ -116,16 +116,16 @@ def test_workers_lists_who_is_there_and_what_they_hold(scene: Scene) -> None:
     assert table.returncode == 0, table.stderr
     assert all(one["name"] in table.stdout for one in fleet)
     assert id_ in table.stdout
-    # What a worker holds is read now, and beside it stands what it ran when it was last seen.
+    # The messages a worker holds are read now; beside them is the count from its last report.
     assert "holds now" in table.stdout
     assert "ran when seen" in table.stdout
-    # Once stopped, they are no longer there.
+    # Stopped workers are no longer listed.
     worker.signal_twice()
     assert worker.wait() == 0
     assert "no workers" in scene.onefold("workers").stderr
 
 
-def test_restored_shuts_out_whoever_is_still_there(scene: Scene) -> None:
+def test_restored_shuts_out_running_workers(scene: Scene) -> None:
     """After a restore from backup no worker from before may write."""
     scene.send("neighbour", ("first-run-is-long",))
     worker = scene.work("--lease", "5").wait_ready()

@@ -23,7 +23,7 @@ async def note(ctx: Context, name: str) -> None:
 
 
 def test_a_process_that_has_done_its_share_is_replaced(local: Scene) -> None:
-    """Fault 21: recycled by count; its successor is there before it leaves."""
+    """Fault 21: replaced after a number of messages; its successor starts before it leaves."""
     worker = local.work("--max-messages", "10").wait_ready()
     (first,) = worker.children()
     local.send("note", *((f"{number}",) for number in range(20)))
@@ -38,7 +38,7 @@ def test_a_process_that_has_done_its_share_is_replaced(local: Scene) -> None:
 
 
 def test_a_process_that_takes_too_much_memory_is_replaced(local: Scene) -> None:
-    """Fault 21: recycled by memory."""
+    """Fault 21: replaced because of its memory."""
     worker = local.work("--max-memory", "200").wait_ready()
     (first,) = worker.children()
     local.send("grow", (10,))
@@ -52,13 +52,13 @@ def test_a_process_that_takes_too_much_memory_is_replaced(local: Scene) -> None:
 
 
 def test_changed_code_is_loaded_and_broken_code_waited_out(local: Scene, tmp_path: Path) -> None:
-    """--reload: what was under way is finished, and what is sent next meets the new code."""
+    """--reload: running handlers finish, and later messages are handled by the new code."""
     shop = tmp_path / "shop"
     shop.mkdir()
     module = shop / "shop.py"
 
     def write(text: str) -> None:
-        # Replaced in one go, with a time of its own however coarse the file system's clock is.
+        # Replaced by a rename, with a new modification time however coarse the file system's clock is.
         (shop / "next").write_text(text)
         os.utime(shop / "next", ns=(time.time_ns(), time.time_ns()))
         (shop / "next").rename(module)
@@ -77,14 +77,14 @@ def test_changed_code_is_loaded_and_broken_code_waited_out(local: Scene, tmp_pat
 
 
 def test_a_fleet_restarted_one_by_one_under_load_loses_and_repeats_nothing(scene: Scene) -> None:
-    """Fault 40: what was sent is done once, however often its workers were stopped meanwhile."""
+    """Fault 40: every sent message is done once, however often its workers were stopped meanwhile."""
     fleet = [scene.work("--concurrency", "5").wait_ready() for _ in range(2)]
     sent = scene.ask(lambda app: _send_while(app, lambda: _restart_each(scene, fleet)))
     scene.wait_ended()
     assert [worker.stop() for worker in scene.workers if worker.process.poll() is None] == [0, 0]
     assert scene.effects() == dict.fromkeys(sent, 1)
     assert sent
-    # No transaction was lost half-way: nothing had to run a second time either.
+    # No transaction was lost half-way, so nothing had to run a second time either.
     assert {record.crashes for record in scene.records().values()} == {0}
 
 
@@ -95,7 +95,7 @@ def _restart_each(scene: Scene, fleet: list[Running]) -> None:
 
 
 async def _send_while(app: App, act: Callable[[], None]) -> list[str]:
-    """Send again and again until the act is over; returns the names of what was sent."""
+    """Send repeatedly until the act is over; return the names of the sent messages."""
     note, sent = app.tasks["note"], []
     acting = asyncio.ensure_future(asyncio.to_thread(act))
     while not acting.done() and len(sent) < 900:

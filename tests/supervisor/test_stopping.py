@@ -20,8 +20,8 @@ def test_a_stop_lets_what_runs_finish_and_hands_back_the_rest(scene: Scene) -> N
     assert "2 messages settled" in worker.printed
 
 
-def test_a_second_signal_ends_it_at_once_and_blames_nobody(scene: Scene) -> None:
-    """Fault 40: the processes are killed, and what they ran is handed back rather than left to its lease."""
+def test_a_second_signal_ends_it_at_once_and_blames_no_message(scene: Scene) -> None:
+    """Fault 40: the processes are killed, and their messages are handed back rather than left to their leases."""
     scene.send("wait", ("long", 3_600.0))
     worker = scene.work("--lease", "3600").wait_ready()
     wait_until(scene.runs, scene.story)

@@ -1,4 +1,4 @@
-"""What is around a supervisor: signals to all of its processes, lost streams, odd directories and programs."""
+"""The surroundings of a supervisor: signals to all of its processes, lost streams, odd directories and programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from supervisor_scene import PATIENCE_SECONDS, Running, Scene, wait_until
 
 from onefold import State
 
-#: The command as it is installed: unlike ``python -m``, it does not put the working directory on the path.
+#: The installed command: unlike ``python -m``, it does not put the working directory on the path.
 INSTALLED = (str(Path(sys.executable).parent / "onefold"),)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_lets_handlers_finish(local: Scene, number: int) -> None:
-    """M40: systemd signals every process of a service, and a closed terminal every process of its group."""
+    """Systemd signals every process of a service, and a closed terminal every process of its group."""
     local.send("apart", ("isolated", 1.0))
     local.send("wait", ("plain", 1.0))
     worker = local.work("--lease", "3600").wait_ready()
@@ -32,7 +32,7 @@ def test_a_signal_to_all_processes_lets_handlers_finish(local: Scene, number: in
 
 
 def test_the_end_of_a_terminal_is_told_twice_and_means_one_stop(local: Scene) -> None:
-    """M40: the kernel tells of it, and so does the shell."""
+    """Both the kernel and the shell send SIGHUP."""
     local.send("wait", ("plain", 1.0))
     worker = local.work("--lease", "3600").wait_ready()
     wait_until(local.runs, local.story)
@@ -44,7 +44,7 @@ def test_the_end_of_a_terminal_is_told_twice_and_means_one_stop(local: Scene) ->
 
 
 def test_a_process_that_is_killed_while_it_stops_blames_no_message(local: Scene) -> None:
-    """M40: a service manager that loses patience kills them one by one."""
+    """A service manager kills the processes one by one when a stop takes too long."""
     local.send("wait", ("long", 3_600.0))
     worker = local.work("--lease", "3600").wait_ready()
     wait_until(local.runs, local.story)
@@ -59,7 +59,7 @@ def test_a_process_that_is_killed_while_it_stops_blames_no_message(local: Scene)
 
 @contextmanager
 def lost(how: str) -> Iterator[int]:
-    """A standard error that takes nothing."""
+    """A standard error to which nothing can be written."""
     if how == "a full disk":
         descriptor = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -71,7 +71,7 @@ def lost(how: str) -> Iterator[int]:
 
 @pytest.mark.parametrize("how", ["a full disk", "no reader"])
 def test_a_lost_standard_error_changes_nothing(local: Scene, how: str) -> None:
-    """M39: SIGTERM did nothing, or killed what ran."""
+    """SIGTERM must still stop the worker, and must not kill running handlers."""
     if how == "a full disk" and not os.path.exists("/dev/full"):
         pytest.skip("A FULL STANDARD ERROR IS NOT TESTED: there is no /dev/full here")
     local.send("wait", ("plain", 1.0))
@@ -84,7 +84,7 @@ def test_a_lost_standard_error_changes_nothing(local: Scene, how: str) -> None:
 
 
 def test_one_signal_to_a_reloader_and_its_supervisor_is_one(local: Scene) -> None:
-    """It counted as two, which ended what ran at once."""
+    """Counted as two signals, it would end running handlers at once."""
     local.send("wait", ("plain", 1.0))
     worker = local.work("--reload", "--lease", "3600").wait_ready()
     wait_until(local.runs, local.story)
@@ -119,7 +119,7 @@ def apart(name: str, seconds: float) -> None: ...
 
 
 def shop(directory: Path, *lines: str) -> Path:
-    """A project of its own, in a directory of its own."""
+    """Make a project in its own directory."""
     directory.mkdir()
     (directory / "shop.py").write_text("\n".join([SHOP.replace("(ctx, ", "("), *lines]))
     return directory
@@ -130,7 +130,7 @@ def finished(worker: Running) -> int:
 
 
 def test_files_named_like_the_standard_library_stop_no_worker(scene: Scene, tmp_path: Path) -> None:
-    """M43: the processes started with the project first on their path."""
+    """Processes must not start with the project first on their path."""
     project = shop(tmp_path / "project")
     for name in ("queue", "email", "resource", "selectors", "uuid", "json"):
         (project / f"{name}.py").write_text("x = 1\n")
@@ -142,7 +142,7 @@ def test_files_named_like_the_standard_library_stop_no_worker(scene: Scene, tmp_
 
 
 def test_an_app_that_changes_directory_is_found_by_its_processes(local: Scene, tmp_path: Path) -> None:
-    """And one that leaves a thread behind ends nevertheless."""
+    """A process with a leftover thread ends nevertheless."""
     project = shop(tmp_path / "project", "os.chdir('/')", "threading.Thread(target=threading.Event().wait).start()")
     local.send("note", ("one",))
     local.send("apart", ("two", 0.0))
@@ -162,7 +162,7 @@ def test_an_app_with_a_thread_that_cannot_start_ends_with_its_error(local: Scene
 
 @pytest.mark.parametrize("task", ["fork", "fork_in_a_thread"])
 def test_forks_of_a_worker_neither_go_on_nor_stop_it(local: Scene, task: str) -> None:
-    """As C15: a fork that came back shared the worker's descriptors, and a signal to it reached the worker."""
+    """A fork that came back up the stack would share the worker's descriptors, and pass signals on to the worker."""
     ids = local.send(task, ("comes back",), ("is told to end",))
     worker = local.work("--lease", "3600", "--concurrency", "1").wait_ready()
     local.wait_ended()

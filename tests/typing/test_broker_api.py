@@ -1,4 +1,4 @@
-"""What type checkers see of brokers, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
+"""The broker API as type checkers see it, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any, assert_type
 
 from onefold import App, Delivery, Envelope, SyncApp, Task, Transport, TransportCapabilities
+from onefold.brokers.redis import RedisTransport
 from onefold.testing import MemoryTransport
-from onefold.transports.redis import RedisTransport
 
 app = App("sqlite:///never-opened.db")
 placed = app.topic("order.placed", int)
@@ -43,6 +43,6 @@ async def use(transport: Transport) -> None:
 
 
 def test_transports_of_ours_are_transports() -> None:
-    """P7: the checkers agree with the protocol; here only that it can be imported and declared."""
+    """P7: the checkers compare them with the protocol; at run time only the declarations are executed."""
     transports: list[Transport] = [redis, MemoryTransport()]
     assert all(one.capabilities.body_bytes_max > 0 for one in transports)

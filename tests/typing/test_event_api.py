@@ -1,4 +1,4 @@
-"""What type checkers see of events, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
+"""The event API as type checkers see it, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -96,7 +96,7 @@ async def publishing() -> None:
 
 
 def wrong() -> None:
-    """P5: a subscriber that cannot take what the topic says."""
+    """P5: a subscriber that cannot take the topic's type."""
 
     @app.on(placed)  # type: ignore[arg-type]
     async def takes_text(order: str) -> None: ...

@@ -1,4 +1,4 @@
-"""What type checkers see of handlers of every kind and of ``SyncApp``, checked by mypy and pyright, both strict.
+"""Handlers of every kind and ``SyncApp`` as type checkers see them, checked by mypy and pyright, both strict.
 
 Nothing here runs except the last test.  A line that must be wrong carries an ignore comment, which both heed;
 both also report an ignore that is not needed, so a wrong call that became right fails the check as well.
@@ -165,7 +165,7 @@ def with_doc(doc: Doc) -> None: ...
 
 
 def wrong_declarations() -> None:
-    """P3, P5: what the declaration refuses at run time is a type error too, where a type can say it."""
+    """P3, P5: a declaration that is refused at run time is a type error too, where types can express that."""
 
     async def two(batch: Batch[int], more: int) -> None: ...
 
@@ -275,6 +275,6 @@ def people() -> None:
 
 
 def test_this_module_is_checked_by_both_type_checkers() -> None:
-    """P5: and the declarations in it hold at run time too."""
+    """P5: the declarations in it also hold at run time."""
     assert {"plain", "index", "index_in_a_thread", "in_a_thread", "on_the_loop"} <= set(app.tasks)
     assert {"charge", "bulk", "journey", "tick"} <= set(shop.tasks)

@@ -1,4 +1,4 @@
-"""What type checkers see of the public interface, checked by mypy and pyright, both strict.
+"""The public interface as type checkers see it, checked by mypy and pyright, both strict.
 
 Nothing here runs except the last test.  A line that must be wrong carries an ignore comment, which both heed;
 both also report an ignore that is not needed, so a wrong call that became right fails the check as well.
@@ -17,7 +17,7 @@ from typing import Any, assert_type
 import onefold
 from onefold import App, Call, Context, DeadGroup, DeadLetter, Envelope, Rate, Receipt, RetryPolicy, Run, State, Task
 from onefold.store import Counts, Query, Record
-from onefold.task import BoundTask
+from onefold.tasks.task import BoundTask
 
 app = App("sqlite:///never-opened.db")
 
@@ -82,6 +82,11 @@ def gates() -> None:
     app.task(max_running="3")  # type: ignore[call-overload]
     app.task(ordering_key="{a}", on_failure="panic")  # type: ignore[call-overload]
     app.task(rate=5)  # type: ignore[call-overload]
+
+
+def misspelt() -> None:
+    """P5: a name that the package does not have is an error, although names are imported when they are used."""
+    print(onefold.Aplication)  # type: ignore[attr-defined]
 
 
 def test_a_task_keeps_the_signature_of_its_function_without_the_context() -> None:
@@ -186,7 +191,7 @@ async def handler(ctx: Context) -> None:
 
 
 def wrong_declarations() -> None:
-    """P3, P5: what the declaration refuses at run time is a type error too."""
+    """P3, P5: a declaration that is refused at run time is a type error too."""
     app.task(qeue="fast")  # type: ignore[call-overload]
     app.task(settle="later")  # type: ignore[call-overload]
     app.task(effects=("X",))  # type: ignore[arg-type]
@@ -226,7 +231,7 @@ async def resources() -> AsyncGenerator[dict[str, str], None]:
 
 
 def test_this_module_is_checked_by_both_type_checkers() -> None:
-    """P5: and the declarations in it hold at run time too."""
+    """P5: the declarations in it also hold at run time."""
     assert sorted(app.tasks) == [
         "by_function", "fair", "handler", "keyed", "limited", "lined", "nothing", "plain", "with_context"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What type checkers see of recurring tasks, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
+"""Recurring tasks as type checkers see them, checked by mypy and pyright, both strict; see ``test_public_api.py``."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -64,7 +64,7 @@ async def at_run_time() -> None:
 
 
 async def wrong() -> None:
-    """P3, P5: what is refused at run time is a type error too."""
+    """P3, P5: a declaration that is refused at run time is a type error too."""
     app.recurring("0 3 * * *", catchup="some")  # type: ignore[arg-type]
     app.recurring(every=5, mode="sometimes")  # type: ignore[arg-type]
     app.recurring("0 3 * * *", qeue="fast")  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""What type checkers see of sagas, checked by mypy and pyright, both strict; see ``test_public_api``."""
+"""Sagas as type checkers see them, checked by mypy and pyright, both strict; see ``test_public_api``."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -80,7 +80,7 @@ async def keyed(run: Run, trip: str) -> int:
 
 
 def test_a_saga_and_its_steps_keep_their_signatures() -> None:
-    """P5: also a task that is a step."""
+    """P5: including a task that is used as a step."""
     assert_type(book.call("rome"), Call[str])
     as_declared: Saga[[str], int] = keyed
     assert_type(as_declared.call("rome"), Call[int])

@@ -1,4 +1,4 @@
-"""What type checkers see of workflows, checked by mypy and pyright, both strict; see ``test_public_api``."""
+"""Workflows as type checkers see them, checked by mypy and pyright, both strict; see ``test_public_api``."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any, assert_type
 
 from onefold import App, Call, Chronicle, Context, Happened, NotHappened, Receipt, RetryPolicy, Run, Workflow
-from onefold.effects import LedgerEntry
-from onefold.preflight import Problem, preflight
-from onefold.step import Step
+from onefold.handlers.effects import LedgerEntry
+from onefold.operations.preflight import Problem
+from onefold.store.journal_lines import Line
 
 app = App("sqlite:///never-opened.db")
 
@@ -90,7 +90,7 @@ async def versioned(run: Run, number: int) -> int:
 
 
 def test_a_workflow_keeps_the_signature_of_its_function_without_the_run() -> None:
-    """P5: it is a task to whoever sends it."""
+    """P5: to a sender it is a task."""
     assert_type(onboard.call(7), Call[str])
     assert_type(onboard.call(7, note="x"), Call[str])
     as_declared: Workflow[[int], int] = versioned
@@ -103,13 +103,13 @@ async def use() -> None:
     assert_type(receipt, Receipt[str])
     assert_type(await receipt.result(), str)
     assert_type(await app.signal(receipt.id, "confirmed", True, id="one"), bool)
-    assert_type(await app.journal(receipt.id), list[Step])
+    assert_type(await app.journal(receipt.id), list[Line])
     assert_type(await app.chronicle(receipt.id, depth=1), Chronicle | None)
     assert_type(await app.ledger(receipt.id), list[LedgerEntry])
     assert_type(await app.resume(receipt.id, actor="ada", reason="mended"), bool)
-    assert_type(await app.restart(receipt.id, from_step="create#1", actor="ada", reason="mended"), list[Step])
+    assert_type(await app.restart(receipt.id, from_step="create#1", actor="ada", reason="mended"), list[Line])
     assert_type(await app.resolve(receipt.id, "mail", happened=False, actor="ada", reason="asked"), bool)
-    assert_type(await preflight(app), list[Problem])
+    assert_type(await app.preflight(), list[Problem])
     await onboard.send("seven")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""One app on one store, opened for the length of a scenario, with a clock that the test owns."""
+"""An app on a store, opened for the length of a scenario, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from onefold import App, Receipt
 from onefold.store import Query, Record
 from onefold.testing import HastyClock
 
-#: A scenario takes milliseconds; one that waits for something that never comes ends here.
+#: A scenario takes milliseconds; one that hangs ends here.
 SECONDS_MAX = 60
 
 
 class Bench:
-    """An app to declare tasks on, and a table ``effect`` for what its handlers do."""
+    """An app to declare tasks on, and a table ``effect`` for its handlers."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -37,7 +37,7 @@ class Bench:
                 await scenario()
 
     async def work(self) -> int:
-        """Handle what is due."""
+        """Handle all due messages."""
         return await self.app.work(until_idle=True)
 
     def sql(self, statement: str) -> str:
@@ -45,15 +45,15 @@ class Bench:
         return statement if self.url.startswith("sqlite") else statement.replace("?", "%s")
 
     async def insert(self, inside: Any, name: str) -> None:
-        """Leave an effect behind, through a context or a transaction."""
+        """Write an effect through a context or a transaction."""
         await inside.execute(self.sql("INSERT INTO effect (name) VALUES (?)"), name)
 
     async def effects(self) -> list[str]:
-        """Return the effects that were committed."""
+        """Return the committed effects."""
         return [row[0] for row in await self.app.store.fetch("SELECT name FROM effect ORDER BY name")]
 
     async def record(self, receipt: Receipt[Any]) -> Record:
-        """Return where a message stands."""
+        """Return the stored record of a message."""
         return (await self.app.find(Query(ids=(receipt.id,))))[0]
 
     async def messages(self) -> list[Record]:
@@ -61,18 +61,18 @@ class Bench:
         return await self.app.find(Query())
 
     async def purge(self) -> None:
-        """Remove what has outlived its time, as a worker does every minute."""
+        """Purge, as a worker does every minute."""
         async with self.app.store.transaction() as transaction:
             await transaction.purge()
 
 
 @pytest.fixture
 def bench(store_url: str) -> Bench:
-    """Each store in turn."""
+    """A bench on each store in turn."""
     return Bench(store_url)
 
 
 @pytest.fixture
 def sqlite_bench(sqlite_url: str) -> Bench:
-    """For what is the same on every store."""
+    """A bench on SQLite, for behaviour that is the same on every store."""
     return Bench(sqlite_url)

@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: ratios, verdicts, and what is shown of them."""
+"""The pure parts of the benchmarks: ratios, verdicts, and their presentation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_verdict_says_by_how_much_a_bar_is_missed(ratio: float, bar: Bar, said
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_not_the_ratio_of_medians() -> None:
-    # The rounds say 2, 0.5 and 13; the medians of the figures alone would say 10 to 3.
+    # The rounds give 2, 0.5 and 13; the medians of the figures alone would give 10 to 3.
     measured = results(S4={OURS: [2, 10, 40], RAW: [1, 20, 3]})
     assert measured.ratio("S4", RAW) == 2
     assert measured.figure("S4") == 10

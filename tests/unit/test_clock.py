@@ -1,4 +1,4 @@
-"""Randomness that is fetched in blocks must be as good as randomness that is not."""
+"""Random numbers that are fetched in blocks are as good as others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ids_are_of_version_7_and_sort_by_the_millisecond_they_were_made_in() ->
 
 
 def test_an_id_does_not_tell_the_next() -> None:
-    """From the ids of one process, those of others' messages cannot be guessed: 62 bits of each are its own."""
+    """The ids of one process do not reveal those of other messages: each has 62 random bits of its own."""
     ids = Ids(FakeClock(), system_random())
     numbers = [uuid.UUID(ids.make()).int & (1 << 62) - 1 for _ in range(1_000)]
     for shift in (0, 8, 31):
@@ -63,14 +63,14 @@ def test_an_id_does_not_tell_the_next() -> None:
 
 
 def test_ids_of_one_millisecond_sort_as_they_were_made() -> None:
-    """So that messages that are sent together are found in their order."""
+    """So messages that are sent together are found in their order."""
     ids = Ids(FakeClock(), system_random())
     made = [ids.make() for _ in range(4_096)]
     assert made == sorted(made)
 
 
 def test_a_forked_child_does_not_repeat_its_parent() -> None:
-    """Fault 41: what was fetched before a fork would be given out twice."""
+    """Fault 41: bytes fetched before a fork would be used twice."""
     chance = system_random()
     ids = Ids(FakeClock(), chance)
     ids.make()

@@ -10,7 +10,7 @@ from onefold import errors
 
 
 def test_the_public_names_are_these_and_sorted() -> None:
-    """P1: nothing appears or goes by accident."""
+    """P1: no name appears or disappears by accident."""
     assert onefold.__all__ == [
         "App",
         "AppTransaction",
@@ -18,6 +18,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "Call",
         "CancelledMessageError",
         "Chain",
+        "ChainNode",
         "Chronicle",
         "CommitUnknownError",
         "ConfigurationError",
@@ -40,7 +41,6 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "LeaseLostError",
         "LedgerEntry",
         "LimitError",
-        "Link",
         "Never",
         "NotHappened",
         "OnefoldError",
@@ -123,12 +123,12 @@ def exceptions() -> dict[str, type[Exception]]:
 
 
 def test_every_exception_is_public() -> None:
-    """P3: whoever must catch it can import it from the package."""
+    """P3: a caller that must catch it can import it from the package."""
     assert exceptions().keys() <= set(onefold.__all__)
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
-    """P7: drawn in the module's docstring, indentation and all."""
+    """P7: the drawing in the module's docstring, with its indentation."""
     drawn: dict[str, str] = {}
     parents: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -140,7 +140,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
 
 
 def test_the_instructions_are_in_the_docstring_and_are_no_errors() -> None:
-    """C9: what a handler raises to say what it wants is not caught as an error of the library."""
+    """C9: exceptions that a handler raises as instructions are not caught as errors of the library."""
     instructions = {name for name in exceptions() if not name.endswith("Error")}
     assert instructions == set(re.findall(r"^    (\w+)\(", errors.__doc__ or "", re.MULTILINE))
     assert not any(issubclass(exceptions()[name], errors.OnefoldError) for name in instructions)

@@ -1,4 +1,4 @@
-"""Limits: each holds at its last value and not one further, and they agree with each other."""
+"""Limits: each accepts its last value and not one more, and they agree with each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onefold.errors import ConfigurationError, LimitError
 
 
 def test_the_defaults_are_those_of_the_requirements() -> None:
-    """Decisions 3 to 6, 14, 15; "Defaults in one place"."""
+    """The values promised in the documentation, in one place."""
     assert limits.ATTEMPTS_DEFAULT == 5
     assert (limits.RETRY_BASE, limits.RETRY_FACTOR, limits.RETRY_CAP) == (5, 2, 300)
     assert limits.LEASE == 30
@@ -27,7 +27,7 @@ def test_the_defaults_are_those_of_the_requirements() -> None:
 
 
 def test_a_key_outlives_the_message_its_time_as_a_dead_letter_and_two_days() -> None:
-    """B10, decision 5: 23 days with the defaults."""
+    """B10: 23 days with the defaults."""
     assert limits.KEY_WINDOW == limits.MESSAGE_RETENTION + limits.DEAD_RETENTION + 2 * limits.DAY == 23 * limits.DAY
 
 
@@ -63,7 +63,7 @@ def test_no_name_outside_the_allowed_alphabet_passes(name: str) -> None:
 
 
 def test_text_is_measured_in_bytes() -> None:
-    """A13: four bytes each, as they are stored."""
+    """A13: an emoji counts as four bytes."""
     assert limits.check_bytes("subject", "🙂" * 2, 8) == "🙂" * 2
     with pytest.raises(LimitError, match="has 12 bytes; 1 to 8"):
         limits.check_bytes("subject", "🙂" * 3, 8)
@@ -71,7 +71,7 @@ def test_text_is_measured_in_bytes() -> None:
 
 @pytest.mark.parametrize("text", ["", "\0", "a\r\nb", "\ud800", "\u202e", "\x7f", None, 7, b"x"])
 def test_text_that_travels_badly_is_refused_with_its_field(text: Any) -> None:
-    """Faults 26 and 29: empty, control and direction characters, lone surrogates, and what is no text."""
+    """Faults 26 and 29: empty, control and direction characters, lone surrogates, and values that are no text."""
     with pytest.raises(LimitError) as refused:
         limits.check_bytes("subject", text, 100)
     assert refused.value.field == "subject"

@@ -1,10 +1,11 @@
-"""M22: what is logged, at which level, and as data for formatters that write JSON."""
+"""The lines of the log, their levels, and their values as data for formatters that write JSON."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
 import json
+import linecache
 import logging
 import re
 from collections.abc import Iterator
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 import onefold
-from onefold import Context, RetryPolicy, Run, TransportError, limits, never
+from onefold import Context, LeaseLostError, RetryPolicy, Run, TransportError, limits, never
+from onefold.clock import MICROSECONDS, SystemClock
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from tests.unit.conftest import Bench
 
 HOSTILE = 'a b=c "d"\n\x1b[2J'
 
 
 class Json(logging.Formatter):
-    """Writes a record as a collector of logs takes it."""
+    """Formats a record as a log collector reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
         found = vars(record)
@@ -32,7 +34,7 @@ class Json(logging.Formatter):
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, object]]]:
-    """What was logged, read back from JSON."""
+    """The lines that were logged, read back from JSON."""
     read: list[dict[str, object]] = []
 
     class Reader(logging.Handler):
@@ -52,7 +54,7 @@ def of(told: list[dict[str, object]], *events: str) -> list[tuple[object, object
 
 
 def test_a_record_has_its_event_and_its_fields_as_data(told: list[dict[str, object]]) -> None:
-    """Values are as they were, without the quotes of the line; of an error only the type is told."""
+    """Values are as they were, without the quotes of the line; of an error only the type is logged."""
     logger = logging.getLogger("onefold")
     logger.warning("retry key=%s attempt=%d error=%s and more", HOSTILE, 7, ValueError("secret"))
     logger.warning("%s doing=%s error=%s", "store_failed", "claim", TransportError("the broker is away"))
@@ -64,8 +66,59 @@ def test_a_record_has_its_event_and_its_fields_as_data(told: list[dict[str, obje
     ]
 
 
+def test_a_record_has_the_time_and_the_place_where_it_was_logged(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a retry, a dead letter, a handler past its timeout and a lost lease; the next message runs after it."""
+    moments: list[tuple[str, float]] = []
+
+    def note(what: str) -> None:
+        moments.append((what, SystemClock().now() / MICROSECONDS))
+
+    @bench.app.task(retry=RetryPolicy(max_attempts=2, jitter=False))
+    async def fails(number: int) -> None:
+        note("fails")
+        raise ValueError("no")
+
+    @bench.app.task(timeout=0.05, retry=RetryPolicy(max_attempts=1))
+    async def late() -> None:
+        note("late")
+        await asyncio.Event().wait()
+
+    @bench.app.task
+    async def stolen() -> None:
+        note("stolen")
+        raise LeaseLostError("taken over")
+
+    async def scenario() -> None:
+        await bench.app.send_many([fails.call(1), fails.call(2), late.call(), stolen.call()])
+        await bench.app.work(until_idle=True, concurrency=1)
+        bench.clock.advance(5)
+        await bench.app.work(until_idle=True, concurrency=1)
+        note("over")
+
+    bench.run(scenario)
+    records = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [
+        (vars(record)["event"], vars(record)["fields"].get("error"), record.module, record.funcName)
+        for record in records
+    ] == [
+        ("retry", "ValueError", "execution", "decide_failure"),
+        ("retry", "ValueError", "execution", "decide_failure"),
+        ("dead", "HandlerTimeoutError", "execution", "decide_failure"),
+        ("lease_lost", None, "settler", "log_lost"),
+        ("dead", "ValueError", "execution", "decide_failure"),
+        ("dead", "ValueError", "execution", "decide_failure"),
+    ]
+    for record in records:
+        assert "logger." in linecache.getline(record.pathname, record.lineno)
+    assert [what for what, _ in moments] == ["fails", "fails", "late", "stolen", "fails", "fails", "over"]
+    for (_, began), record, (_, next_began) in zip(moments, records, moments[1:], strict=False):
+        assert began <= record.created <= next_began
+
+
 def formats() -> Iterator[tuple[str, str]]:
-    """Go through every format of a line in the package."""
+    """Yield every format of a log line in the package."""
     for file in sorted(Path(onefold.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
@@ -75,7 +128,7 @@ def formats() -> Iterator[tuple[str, str]]:
 
 
 def test_every_line_is_an_event_and_named_values() -> None:
-    """So that the data of a record have all that its line has."""
+    """So that a record has as data everything that its line has."""
     found = list(formats())
     assert len(found) > 40
     form = re.compile(r"(\w+|%s)( \w+=(%[.\d]*[sdf]|\w+))*[:;]?( [^%]*)?")
@@ -85,7 +138,7 @@ def test_every_line_is_an_event_and_named_values() -> None:
 def test_a_message_that_a_person_cancels_is_not_a_lost_lease(
     bench: Bench, told: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is wrong, so it is ``cancelled`` at INFO: of a task, also in a commit of its own, and of a saga."""
+    """It is ``cancelled`` at INFO, for a task and for a saga."""
     monkeypatch.setattr(limits, "REPORT_SECONDS", 0.01)
     started = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What the source may not contain: code hidden in data, and statements built from strings."""
+"""The source contains neither code hidden in data nor statements built from strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = Path(onefold.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 BANNED_MODULES = {"pickle", "cPickle", "marshal", "shelve", "yaml", "dill", "cloudpickle", "jsonpickle"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
-#: The names under which statements reach a driver.
+#: The functions by which statements reach a driver.
 EXECUTES = {"execute", "executemany", "executescript", "copy"}
 
 
@@ -101,7 +101,7 @@ def test_the_search_for_built_statements_finds_them(code: str) -> None:
     assert built_statements(ast.parse(code))
 
 
-#: What a literal statement in the code may be; everything else stands in queries.sql or a migration.
+#: The literal statements that code may contain; all others are in queries.sql or in a migration.
 LITERALS = ("PRAGMA ", "BEGIN", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE", "SET ", "SHOW ", "LISTEN", "UNLISTEN")
 
 
@@ -116,7 +116,7 @@ def literal_statements(tree: ast.Module) -> list[str]:
 
 
 def test_statements_in_the_code_only_steer_the_connection_or_read_the_schema() -> None:
-    """Fault 29: the verbs' statements are in files that can be read side by side."""
+    """Fault 29: other statements are in files, side by side for both stores."""
     strays = {
         (name, " ".join(statement.split()))
         for name, tree in trees()

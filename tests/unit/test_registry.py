@@ -1,4 +1,4 @@
-"""Declaring and calling: what can be wrong is refused at the declaration, or at the call, and not later."""
+"""Declaring and calling: mistakes are refused at the declaration or at the call, and not later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from onefold import App, Call, Context, limits
 from onefold.clock import MICROSECONDS, to_instant
 from onefold.errors import ConfigurationError, DecodeError, EnvelopeError, LimitError
-from onefold.options import SendOptions
-from onefold.task import Task
+from onefold.tasks.options import SendOptions
+from onefold.tasks.task import Task
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def declared(app: App, **settings: Any) -> Task[..., str]:
 
 @pytest.mark.parametrize("name", ["", "Charge", "charge order", "charge;", "-x", "x" * 64, "charge\n", "süß"])
 def test_a_name_that_some_engine_could_misread_is_refused(app: App, name: str) -> None:
-    """A4, fault 29: task and queue; nothing is registered."""
+    """A4, fault 29: for tasks and queues; nothing is registered."""
     if name:
         with pytest.raises(ConfigurationError, match="task name"):
             declared(app, name=name)
@@ -48,14 +48,14 @@ def test_the_name_is_that_of_the_function_unless_given(app: App) -> None:
 
 
 def test_two_tasks_of_one_name_are_refused(app: App) -> None:
-    """A4: messages would go to either."""
+    """A4: their messages would be ambiguous."""
     declared(app)
     with pytest.raises(ConfigurationError, match="two tasks are named 'handler'"):
         declared(app)
 
 
 def test_what_is_no_function_is_refused(app: App) -> None:
-    """P3: the error says what it is."""
+    """P3: the error names the value's type."""
     with pytest.raises(ConfigurationError, match="a handler is a function, not a str"):
         app.task(name="text")("charge")  # type: ignore[call-overload]
 
@@ -95,13 +95,13 @@ def test_a_setting_outside_its_range_is_refused_at_the_declaration(app: App, set
 
 
 def test_an_unknown_setting_is_refused_at_the_declaration(app: App) -> None:
-    """P1, P3: a misspelt one is not ignored."""
+    """P1, P3: a misspelt setting is not ignored."""
     with pytest.raises(ConfigurationError, match="'qeue'; write queue="):
         declared(app, qeue="fast")
 
 
 def test_a_key_window_must_cover_the_message_and_its_time_as_a_dead_letter(app: App) -> None:
-    """B10, decision 5: otherwise a redrive could let the effect happen twice."""
+    """B10: otherwise a redrive could let the effect happen twice."""
     needed = timedelta(seconds=limits.MESSAGE_RETENTION + limits.DEAD_RETENTION + limits.KEY_MARGIN)
     with pytest.raises(ConfigurationError, match=r"key_window is .* 23 days"):
         declared(app, key_window=needed - timedelta(seconds=1))
@@ -111,7 +111,7 @@ def test_a_key_window_must_cover_the_message_and_its_time_as_a_dead_letter(app: 
 
 
 def test_the_context_is_known_by_its_type_or_by_its_bare_name(app: App) -> None:
-    """P4: and is no argument of the message."""
+    """P4: the context is no argument of the message."""
 
     async def typed(whatever: Context, order_id: int) -> None: ...
     async def bare(ctx, order_id: int) -> None: ...  # type: ignore[no-untyped-def]
@@ -174,7 +174,7 @@ def test_options_that_are_unknown_contradictory_or_out_of_range_raise_at_once(
 @pytest.mark.parametrize("option", ["key", "subject", "correlation_id", "causation_id", "deduplicate"])
 @pytest.mark.parametrize("value", ["", "\0", 7, "x" * (limits.KEY_BYTES_MAX + 1)], ids=["empty", "NUL", "int", "long"])
 def test_an_option_that_is_no_good_text_raises_at_once(app: App, option: str, value: Any) -> None:
-    """P3: an empty key is not "no key"."""
+    """P3: an empty key does not mean "no key"."""
     options: Any = {option: value}
     with pytest.raises(LimitError) as refused:
         declared(app).options(**options)
@@ -238,7 +238,7 @@ def test_every_option_reaches_the_message(app: App) -> None:
     ],
 )
 def test_an_unknown_option_is_refused_with_the_right_one(app: App, option: str, remedy: str) -> None:
-    """For every decorator: a bare TypeError would not say what to write instead."""
+    """For every decorator: a bare TypeError would not name the right option."""
     wrong: dict[str, Any] = {option: 3}
     for declare in (
         lambda: app.task(**wrong),
@@ -259,22 +259,22 @@ def test_effects_that_do_not_exist_are_refused(app: App, effects: Any) -> None:
 
 
 def test_a_delay_beyond_all_calendars_is_a_typed_error(app: App) -> None:
-    """C11: SQL stores have no cap of their own, but they count in 64 bits."""
+    """C11: SQL stores have no cap, but they count in 64 bits."""
     with pytest.raises(ConfigurationError, match="delay is 1e\\+300 s; at most"):
         declared(app).options(delay=1e300)
 
 
 def test_a_call_is_checked_and_encoded_but_not_sent(app: App) -> None:
-    """P5: it can be made while the app is closed."""
+    """P5: a call can be made while the app is closed."""
     call = declared(app, key="{order_id}:charge").call(7, cents=5)
     assert isinstance(call, Call)
     assert (call.payload, call.key) == (b'{"order_id":7,"cents":5}', "7:charge")
 
 
 def test_the_queues_of_an_app_are_those_of_its_tasks(app: App) -> None:
-    """F1: what a worker listens to unless it is told otherwise."""
-    assert app._registry.queues() == ["default"]
+    """F1: these are a worker's queues unless others are given."""
+    assert app.registry.queues() == ["default"]
     declared(app, queue="slow")
     declared(app, name="b", queue="fast")
-    assert app._registry.queues() == ["fast", "slow"]
-    assert app._registry.types() == ["b", "handler"]
+    assert app.registry.queues() == ["fast", "slow"]
+    assert app.registry.types() == ["b", "handler"]

@@ -31,20 +31,20 @@ from onefold import (
     TransportError,
     never,
 )
-from onefold.codec import Signature
 from onefold.errors import DecodeError
 from onefold.logs import escaped
-from onefold.stores import open_store
-from onefold.stores.postgres import PostgresStore
-from onefold.task import Task
+from onefold.message.codec import Signature
+from onefold.store.open import open_store
+from onefold.store.postgres import PostgresStore
+from onefold.tasks.task import Task
 
 if TYPE_CHECKING:
-    from conftest import Bench
+    from tests.unit.conftest import Bench
 
 CANARY = "c4n4ry-9f1d"
 
 
-#: Text that tries to be a second line, another field and a command to a terminal.
+#: Text that tries to look like a second line and another field, and to control a terminal.
 FORGED = f"{CANARY}\n2026-11-18 05:00:00 ERROR onefold worker_died worker=prod \x1b[2J\u202e\x9b2J"
 
 
@@ -73,7 +73,7 @@ class Other(msgspec.Struct, tag="other"):
 
 @pytest.fixture
 def logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Everything any logger says at DEBUG, with the exceptions in it."""
+    """Return everything that any logger wrote at DEBUG, with exceptions."""
     caplog.set_level(logging.DEBUG)
     for name in ("onefold", "asyncio", "psycopg", "psycopg.pool"):
         caplog.set_level(logging.DEBUG, logger=name)
@@ -82,7 +82,7 @@ def logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 
 
 async def raised_by(verb: Callable[[], Awaitable[Any]], kind: type[Exception]) -> str:
-    """Return all that an exception shows: its text, and what a traceback prints of it and of its causes."""
+    """Return everything that an exception shows: its text, and its traceback with all causes."""
     with pytest.raises(kind) as raised:
         await verb()
     error = raised.value
@@ -137,7 +137,7 @@ def test_nothing_is_logged_or_printed_of_payloads_and_results(bench: Bench, logs
 
 
 def test_nothing_is_printed_of_the_result_in_a_record(bench: Bench) -> None:
-    """Fault 33: what ``app.find`` returns ends up in logs."""
+    """Fault 33: programs log the results of ``app.find``."""
     charge = declare(bench.app)
 
     async def scenario() -> None:
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Any, Any, bytes]] = {
 def test_nothing_is_said_of_a_wrong_value_but_where_it_is(
     bench: Bench, logs: Callable[[], str], hint: Any, value: Any, encoded: bytes
 ) -> None:
-    """Fault 33: at send, at receipt, and in the dead letter that a wrong message becomes."""
+    """Fault 33: at send, at receipt, and in the dead letter of a wrong message."""
 
     async def handler(a: Any) -> None: ...
 
@@ -196,7 +196,7 @@ def test_nothing_is_said_of_a_wrong_value_but_where_it_is(
 
 
 def test_nothing_is_said_of_a_value_that_cannot_be_written(bench: Bench, logs: Callable[[], str]) -> None:
-    """Fault 33: as argument and as result, also when the value explains itself in its exception."""
+    """Fault 33: as argument and as result, even if the value's own exception contains it."""
 
     class Talkative:
         def __repr__(self) -> str:
@@ -272,7 +272,7 @@ MISTYPED = [
 
 @pytest.mark.parametrize("url", MISTYPED)
 def test_a_mistyped_url_is_not_repeated(url: str, logs: Callable[[], str]) -> None:
-    """Fault 33: its password may be anywhere in it, so no part of it is shown by an error, its causes or a log."""
+    """Fault 33: its password may be anywhere in it, so errors, their causes and logs show no part of it."""
 
     async def attempt() -> None:
         store = open_store(url.format(CANARY))
@@ -286,7 +286,7 @@ def test_a_mistyped_url_is_not_repeated(url: str, logs: Callable[[], str]) -> No
 def test_a_store_that_goes_away_takes_no_secret_into_the_log(
     bench: Bench, logs: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 33: while the worker waits and tries again."""
+    """Fault 33: while the worker waits and retries."""
     charge = declare(bench.app)
 
     async def scenario() -> None:
@@ -308,7 +308,7 @@ def test_a_store_that_goes_away_takes_no_secret_into_the_log(
 
 
 def test_no_text_of_an_error_is_logged(bench: Bench, logs: Callable[[], str]) -> None:
-    """Fault 33: only its type, whichever kind of handler raised it; the text is in the dead letter."""
+    """Fault 33: only its type, in whatever kind of handler; the text is in the dead letter."""
     app = bench.app
     once = RetryPolicy(max_attempts=1)
 
@@ -426,7 +426,7 @@ TALKATIVE = [
 
 @pytest.mark.parametrize(("function", "arguments"), TALKATIVE)
 def test_what_cannot_be_decoded_is_told_without_values_and_keys(function: Any, arguments: Any) -> None:
-    """Fault 33: validators quote values, mappings have their keys from the sender, and so have unknown arguments."""
+    """Fault 33: validators quote values, and keys of mappings and unknown arguments come from the sender."""
     with pytest.raises(DecodeError) as raised:
         Signature(function, skip=0).decode(msgspec.json.encode(arguments))
     assert CANARY not in str(raised.value)
@@ -434,7 +434,7 @@ def test_what_cannot_be_decoded_is_told_without_values_and_keys(function: Any, a
 
 
 def test_texts_of_senders_cannot_forge_a_field_or_a_line_of_the_log(bench: Bench, logs: Callable[[], str]) -> None:
-    """Fault 33: a key, a subject or an id that looks like more than one value is quoted."""
+    """Fault 33: a key, a subject or an id that looks like several values is quoted."""
     app = bench.app
     forged = 'x error=None message_id="other" worker_died'
 
@@ -458,7 +458,7 @@ def test_texts_of_senders_cannot_forge_a_field_or_a_line_of_the_log(bench: Bench
 
 
 def test_every_value_that_is_logged_is_one_value() -> None:
-    """Fault 33: in one place, whatever a module logs: texts, errors with texts, objects, tracebacks."""
+    """Fault 33: quoting is done in one place, for texts, errors with texts, objects and tracebacks."""
 
     class Hostile:
         def __str__(self) -> str:
@@ -506,7 +506,7 @@ def test_every_value_that_is_logged_is_one_value() -> None:
     ],
 )
 def test_a_value_is_quoted_only_if_it_must_be(text: str, shown: str) -> None:
-    """A reader of the log finds plain keys as they are; what is quoted reads back as what it was."""
+    """Plain keys are shown unquoted; a quoted text reads back unchanged."""
     assert escaped(text) == shown
     if shown.startswith('"'):
         assert json.loads(shown) == text

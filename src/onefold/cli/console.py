@@ -1,4 +1,4 @@
-"""What the commands share: how a person names an app or a store, how acts are signed, and how long things take."""
+"""Options and functions that the commands share: naming an app or a store, signing acts, warnings, progress bars."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from onefold.app import App
 from onefold.cli.screen import errors as errors
 from onefold.cli.screen import output as output
 from onefold.errors import ConfigurationError
-from onefold.loading import load_app
+from onefold.processes.load_app import load_app
 from onefold.store import Query
-from onefold.stores import refuse_missing
+from onefold.store.open import refuse_missing
 
-AppArgument = Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where the app is, such as shop.tasks:app.")]
-AppOrUrl = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="The app, or leave it out and give --url.")]
+AppArgument = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The app to load, such as shop.tasks:app.")]
+AppOrUrl = Annotated[str | None, typer.Argument(metavar="MODULE:APP", help="The app; leave it out and give --url.")]
 Url = Annotated[
     str | None,
     typer.Option(
         envvar="ONEFOLD_URL",
         show_envvar=False,
-        help="The store's URL, instead of an app; or the variable ONEFOLD_URL. Others see a password in arguments.",
+        help="The store's URL, instead of an app; or set ONEFOLD_URL. Other users can see a password in arguments.",
     ),
 ]
 UrlFile = Annotated[Path | None, typer.Option(help="A file that holds the URL, such as a secret.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Actor = Annotated[str | None, typer.Option(help="Who you are; your user name unless you say so. Kept for a year.")]
-Reason = Annotated[str, typer.Option(help="Why; kept for a year.")]
+Actor = Annotated[str | None, typer.Option(help="Your name, kept for a year; by default your user name.")]
+Reason = Annotated[str, typer.Option(help="Why you do it; kept for a year.")]
 
-#: Names that a warning lists.
+#: The most names that a warning lists.
 _NAMES_SHOWN = 10
 
 Answer = TypeVar("Answer")
@@ -46,24 +46,24 @@ Advance = Callable[[int], None]
 
 
 def find_app(app: str | None, url: str | None, url_file: Path | None, *, creates: bool = False) -> App:
-    """Return the app a person named, or an app without tasks on the store they named.
+    """Return the named app, or an app without tasks on the store of the given URL.
 
-    A file is named on the command line and a URL perhaps by the environment, so the file is preferred.
-    A URL may be misspelt, so a SQLite file that does not exist is created only where the command ``creates``.
+    The file is preferred to the URL, because the URL may come from the environment.
+    A SQLite file that does not exist may be a misspelt URL, so only a command with ``creates`` creates it.
     """
     if app is not None:
         return load_app(app)
     if url_file is not None:
         url = _read_url(url_file)
     if url is None:
-        raise ConfigurationError("say which store: MODULE:APP, --url, --url-file, or the variable ONEFOLD_URL")
+        raise ConfigurationError("name the store: give MODULE:APP, --url, --url-file, or the variable ONEFOLD_URL")
     if not creates:
         refuse_missing(url)
     return App(url)
 
 
 def _read_url(file: Path) -> str:
-    """Return the URL in a file; none of its text is repeated in an error, because it holds a password."""
+    """Return the URL in a file; errors do not quote its text, because it may hold a password."""
     try:
         with file.open("rb") as opened:
             text = opened.read(limits.URL_BYTES_MAX + 1).strip().decode()
@@ -79,7 +79,7 @@ def _read_url(file: Path) -> str:
 
 
 def run_on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:
-    """Open an app, do something with it and return what came of it."""
+    """Open an app, run an act on it and return the result."""
 
     async def opened() -> Answer:
         async with app:
@@ -88,16 +88,16 @@ def run_on(app: App, act: Callable[[App], Awaitable[Answer]]) -> Answer:
     return asyncio.run(opened())
 
 
-def who(actor: str | None) -> str:
-    """Return the name under which an act is kept: the one that was given, or that of the user."""
+def actor_name(actor: str | None) -> str:
+    """Return the name under which an act is recorded: the given one, or that of the user."""
     try:
         return actor or getpass.getuser()
     except (KeyError, OSError) as error:  # a container may have no name for its user
-        raise ConfigurationError("the system has no name for this user; say who you are with --actor") from error
+        raise ConfigurationError("the system has no name for this user; give your name with --actor") from error
 
 
 def read_json(option: str, text: str) -> Any:
-    """Return what a person wrote as JSON."""
+    """Decode the value of an option that is JSON."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -105,7 +105,7 @@ def read_json(option: str, text: str) -> Any:
 
 
 def say(answer: dict[str, Any], as_json: bool, words: str) -> None:
-    """Print an answer for programs, or the same in words."""
+    """Print an answer as JSON, or the same in words."""
     if as_json:
         output.print_json(answer)
     else:
@@ -113,19 +113,19 @@ def say(answer: dict[str, Any], as_json: bool, words: str) -> None:
 
 
 def warn_unknown(what: str, name: str | None, known: Iterable[str]) -> None:
-    """Tell a person that a name they gave is not known, and which they may have meant."""
+    """Warn that a given name is not known, with similar or known ones."""
     names = sorted(set(known))
     if name is None or name in names:
         return
     close = difflib.get_close_matches(name, names, n=3)
-    told = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {_some(names)}"
-    errors.say(f"onefold: there is no {what} {name!r} here; {told}")
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {_some(names)}"
+    errors.say(f"onefold: there is no {what} {name!r} here; {hint}")
 
 
 async def warn_unknown_names(app: App, queue: str | None, message_type: str | None) -> None:
-    """Tell a person that a queue or a type they gave is not known: neither to the app's code nor to the store.
+    """Warn that a given queue or type is known neither to the app's code nor to the store.
 
-    Worth its reads only when nothing was found.
+    It reads the store, so call it only when nothing was found.
     """
     if queue is not None:
         warn_unknown("queue", queue, {*await app.count(), *(task.queue for task in app.tasks.values())})
@@ -140,8 +140,14 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Advance]:
-    """Show how far long work is, on a terminal; elsewhere nothing."""
-    told = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*told, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    """Show the progress of long work on a terminal; elsewhere print nothing."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda number: bar.advance(task, number)

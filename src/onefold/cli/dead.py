@@ -1,4 +1,4 @@
-"""``onefold dead`` and ``onefold cancel``: messages that will not run again by themselves, or are not to."""
+"""``onefold dead``: dead letters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onefold import inspection, limits
+from onefold import limits
 from onefold.app import App
 from onefold.cli.console import (
     Actor,
@@ -17,6 +17,7 @@ from onefold.cli.console import (
     Reason,
     Url,
     UrlFile,
+    actor_name,
     errors,
     find_app,
     output,
@@ -24,24 +25,24 @@ from onefold.cli.console import (
     run_on,
     say,
     warn_unknown_names,
-    who,
 )
+from onefold.cli.durations import written
 from onefold.cli.screen import harmless
-from onefold.cli.words import written
 from onefold.errors import ConfigurationError, RetentionOverError
-from onefold.inspection import DeadLetter
+from onefold.operations import dead_letters
+from onefold.operations.dead_letters import DeadLetter
 from onefold.store import Query, State
 
 dead = typer.Typer(help="Show dead letters, let them run again, or close them.", no_args_is_help=True)
 
-Ids = Annotated[list[str] | None, typer.Option("--id", help="This letter; may be given several times.")]
+Ids = Annotated[list[str] | None, typer.Option("--id", help="This dead letter; may be given several times.")]
 MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's id.")]
 Queue = Annotated[str | None, typer.Option(help="Only of this queue.")]
 TypeOption = Annotated[str | None, typer.Option("--type", help="Only of this task or workflow.")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="How many at most.")]
-#: Characters of an error in a list; `onefold dead show` has all of it.
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="At most this many.")]
+#: Characters of an error in a list; `onefold dead show` has the whole text.
 _ERROR_SHOWN = 80
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many it would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print how many it would be.")]
 
 
 @dead.command("list")
@@ -60,7 +61,7 @@ def list_(
 
     Example: onefold dead list shop.tasks:app --queue mail
     """
-    wanted = _Wanted(None, queue, message_type, limit)
+    wanted = _Selection(None, queue, message_type, limit)
     found = run_on(find_app(app, url, url_file), wanted.listed)
     if as_json:
         output.print_json([_as_dict(letter) for letter in found])
@@ -74,7 +75,7 @@ def list_(
 def show(
     message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Show everything that is known of a dead letter.
+    """Show a dead letter with its failure and its attempts.
 
     Changes nothing.
 
@@ -109,22 +110,22 @@ def redrive(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Let dead letters run again, each with its key and a full set of attempts.  Repair what was broken first.
+    """Let dead letters run again, each with its key and all of its attempts.  Correct the cause first.
 
-    Changes: each letter is a scheduled message again.
+    Changes: each dead letter is a scheduled message again.
 
     Example: onefold dead redrive shop.tasks:app --type charge --reason 'the bank is back'
     """
 
     async def act(opened: App, page: list[str]) -> list[str]:
         try:
-            return await opened.redrive(page, actor=who(actor), reason=reason)
+            return await opened.redrive(page, actor=actor_name(actor), reason=reason)
         except RetentionOverError:
             if ids:
                 raise
-            return []  # among those that were looked for; the next page may have younger ones
+            return []  # letters that were found and not named: the next page may have ones that can be redriven
 
-    wanted = _Wanted(ids, queue, message_type, limit)
+    wanted = _Selection(ids, queue, message_type, limit)
     _move(find_app(app, url, url_file), wanted, act, dry_run, "redriven", as_json)
 
 
@@ -145,45 +146,24 @@ def discard(
 ) -> None:
     """Close dead letters for good; their keys are free again.
 
-    Changes: each letter ends as discarded and cannot be redriven.
+    Changes: each dead letter ends as discarded and cannot be redriven.
 
     Example: onefold dead discard shop.tasks:app --id MESSAGE --reason 'test data'
     """
 
     async def act(opened: App, page: list[str]) -> list[str]:
-        return await inspection.discard(opened.store, page, actor=who(actor), reason=reason)
+        return await dead_letters.discard(opened.store, page, actor=actor_name(actor), reason=reason)
 
-    wanted = _Wanted(ids, queue, message_type, limit)
+    wanted = _Selection(ids, queue, message_type, limit)
     _move(find_app(app, url, url_file), wanted, act, dry_run, "discarded", as_json)
 
 
-def cancel(
-    message: MessageId,
-    app: AppOrUrl = None,
-    url: Url = None,
-    url_file: UrlFile = None,
-    *,
-    actor: Actor = None,
-    reason: Reason,
-    as_json: AsJson = False,
-) -> None:
-    """Take a message back, wherever it is; one that runs can no longer commit.
-
-    Changes: the message ends as cancelled, or, if it is a saga, is undone; its senders see it.
-
-    Example: onefold cancel MESSAGE shop.tasks:app --reason 'ordered twice'
-    """
-    if not run_on(find_app(app, url, url_file), lambda opened: opened.cancel(message, actor=who(actor), reason=reason)):
-        raise ConfigurationError(f"message {message} has ended, or never was; nothing was done")
-    say({"message": message, "cancelled": True}, as_json, f"{message} was cancelled")
-
-
-# on the way to the store and back
+# store and output
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Which dead letters are meant."""
+class _Selection:
+    """The dead letters that a command acts on."""
 
     ids: list[str] | None
     queue: str | None
@@ -200,7 +180,7 @@ class _Wanted:
         return found
 
     async def listed(self, app: App) -> list[DeadLetter]:
-        """Return them; when there are none, say whether the queue or the type that was named may be misspelt."""
+        """Return them; if there are none, warn when the queue or the type that was given may be misspelt."""
         found = await self.letters(app)
         if not found:
             await warn_unknown_names(app, self.queue, self.message_type)
@@ -213,13 +193,13 @@ class _Wanted:
 
 def _move(
     app: App,
-    wanted: _Wanted,
+    wanted: _Selection,
     act: Callable[[App, list[str]], Awaitable[list[str]]],
     dry_run: bool,
     done: str,
     as_json: bool,
 ) -> None:
-    """Move letters, each page with a commit of its own, so that stopping in the midst leaves none between."""
+    """Redrive or discard the letters page by page, one commit each, so that Ctrl-C leaves every letter old or new."""
 
     async def move(opened: App) -> int:
         ids, moved = await wanted.chosen(opened), 0
@@ -234,7 +214,7 @@ def _move(
 
     number = run_on(app, move)
     would = "would be" if dry_run else "were"
-    say({done: number, "dry_run": dry_run}, as_json, f"{number:,} letters {would} {done}")
+    say({done: number, "dry_run": dry_run}, as_json, f"{number:,} dead letters {would} {done}")
 
 
 def _row(letter: DeadLetter) -> tuple[str, ...]:

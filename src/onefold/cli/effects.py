@@ -1,4 +1,4 @@
-"""``onefold effects``: what nobody knows, and saying what became of it."""
+"""``onefold effects``: uncertain effects, and recording whether they happened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import typer
 
 from onefold import limits
 from onefold.app import App
-from onefold.chronicle import Chronicle
 from onefold.cli.console import (
     Actor,
     AppOrUrl,
@@ -16,6 +15,7 @@ from onefold.cli.console import (
     Reason,
     Url,
     UrlFile,
+    actor_name,
     errors,
     find_app,
     output,
@@ -23,23 +23,23 @@ from onefold.cli.console import (
     read_json,
     run_on,
     say,
-    who,
 )
-from onefold.cli.words import written
+from onefold.cli.durations import written
 from onefold.errors import ConfigurationError
+from onefold.operations.history import Chronicle
 from onefold.store import Query, State
 
-effects = typer.Typer(help="Show and resolve what nobody knows: uncertain effects, stuck undos.", no_args_is_help=True)
+effects = typer.Typer(help="Show and resolve uncertain effects and stuck undos.", no_args_is_help=True)
 
 MessageId = Annotated[str, typer.Argument(metavar="MESSAGE", help="The message's id; of a workflow, the run's.")]
 Effect = Annotated[str, typer.Argument(metavar="EFFECT", help="Its name, such as charge, pay#1/charge or undo:pay#1.")]
-#: Why a message is parked when a person has to find something out.
+#: Reasons for which a message is parked until an operator resolves an effect.
 _UNKNOWN = ("uncertain", "stuck")
 
 
 @effects.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """List the messages that are parked because nobody knows whether an effect happened, or because an undo gave up.
+    """List the messages that are parked because an effect is uncertain or an undo has failed.
 
     Changes nothing.
 
@@ -49,7 +49,7 @@ def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_js
     async def look(opened: App) -> list[Chronicle]:
         total = sum(counts.parked for counts in (await opened.count()).values())
         found, after = list[Chronicle](), ""
-        with progress("looking at parked messages", total) as advance:
+        with progress("reading parked messages", total) as advance:
             while page := await opened.find(Query(states=(State.PARKED,), after=after, limit=limits.PAGE_MAX)):
                 for one in page:
                     if one.failure is not None and one.failure.reason in _UNKNOWN:
@@ -77,7 +77,7 @@ def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_js
 def show(
     message: MessageId, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Show every effect that a message has begun, and what is known of it.
+    """Show every effect that a message has begun, and its outcome if known.
 
     Changes nothing.
 
@@ -87,7 +87,7 @@ def show(
     if as_json:
         output.print_json(found)
     elif not found:
-        errors.say("it has begun no effect")
+        errors.say("the message has begun no effect")
     else:
         rows = [(entry.name, entry.state, written(entry.began_at), str(entry.tries)) for entry in found]
         output.print_table(("effect", "state", "last begun", "tries"), rows)
@@ -104,35 +104,38 @@ def resolve(
     happened: Annotated[bool, typer.Option("--happened", help="It happened; see --value.")] = False,
     not_happened: Annotated[bool, typer.Option("--not-happened", help="It did not: the call is made again.")] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Let the code look again, which may have a probe now.")
+        bool, typer.Option("--again", help="Run the message again, whose code may have a probe now.")
     ] = False,
-    value: Annotated[str, typer.Option(help="What the call would have returned, as JSON.")] = "null",
+    value: Annotated[str, typer.Option(help="The value that the call would have returned, as JSON.")] = "null",
     actor: Actor = None,
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of an uncertain effect; the message, parked because of it, runs again.
+    """Record whether an uncertain effect happened; the message, which is parked because of it, runs again.
 
-    Changes: what is said is recorded, and the message is scheduled.
+    Changes: the outcome is recorded, and the message is scheduled.
 
     Example: onefold effects resolve MESSAGE charge#1/card shop.tasks:app --not-happened --reason 'asked the bank'
     """
     if happened + not_happened + again != 1:
-        raise ConfigurationError("say one of --happened, --not-happened and --again")
-    told = read_json("--value", value)
+        raise ConfigurationError("give one of --happened, --not-happened and --again")
+    returned = read_json("--value", value)
 
     async def act(opened: App) -> bool:
         if again:
-            return await opened.resume(message, actor=who(actor), reason=reason)
-        return await opened.resolve(message, effect, happened=happened, value=told, actor=who(actor), reason=reason)
+            return await opened.resume(message, actor=actor_name(actor), reason=reason)
+        return await opened.resolve(
+            message, effect, happened=happened, value=returned, actor=actor_name(actor), reason=reason
+        )
 
     if not run_on(find_app(app, url, url_file), act):
         raise ConfigurationError(
             f"{effect} of {message} is not uncertain, or the message runs or has ended; "
             f"see onefold effects show {message}"
         )
-    said = "happened" if happened else "did not happen" if not_happened else "is looked at again"
-    say({"message": message, "effect": effect, "resolved": said}, as_json, f"{effect} {said}; the message runs again")
+    outcome = "happened" if happened else "did not happen" if not_happened else "is looked at again"
+    words = f"recorded: {effect} {outcome}; the message runs again"
+    say({"message": message, "effect": effect, "resolved": outcome}, as_json, words)
 
 
 def _as_dict(one: Chronicle) -> dict[str, Any]:

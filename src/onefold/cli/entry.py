@@ -1,7 +1,7 @@
-"""The way into every command and out of it: standard streams, arguments, errors and the exit code.
+"""Running a command: standard streams, arguments, errors and the exit code.
 
-A command ends with 0 when it did what it was told; 1 when it could not, with one line that says why; 2 when it was
-called wrongly; 130 after Ctrl-C; 141 when the reader of its output was gone, as a program that SIGPIPE has ended.
+A command ends with 0 after success; 1 after a failure, with one line that gives the reason; 2 after wrong arguments;
+130 after Ctrl-C; 141 when its output was closed by the reader, like a program that was ended by SIGPIPE.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def run_command(cli: typer.Typer, arguments: Sequence[str] | None = None) -> int
         code = _run(cli, sys.argv[1:] if arguments is None else arguments)
     except OutputLostError as error:
         if not error.reader_gone:
-            _tell(str(error))
+            _print_error(str(error))
         code = READER_GONE if error.reader_gone else FAILED
     return _flush(code)
 
 
 def _run(cli: typer.Typer, arguments: Sequence[str]) -> int:
     if odd := [number for number, one in enumerate(arguments, 1) if not _is_text(one)]:
-        _tell(f"argument {odd[0]} is not text in UTF-8; nothing was done")
+        _print_error(f"argument {odd[0]} is not text in UTF-8; nothing was done")
         return MISUSED
     if exposed := [number for number, one in enumerate(arguments) if _is_exposed(arguments, number)]:
-        # The parser would repeat it in its error.
-        _tell(f"argument {exposed[0] + 1} is a URL with a password in the place of something else; see --url-file")
+        # Refused here, because the parser would quote it in its error.
+        _print_error(f"argument {exposed[0] + 1} is a URL with a password where no URL is expected; use --url-file")
         return MISUSED
     try:
         cli(arguments, prog_name="onefold")
@@ -50,22 +50,22 @@ def _run(cli: typer.Typer, arguments: Sequence[str]) -> int:
     except OutputLostError:
         raise
     except OnefoldError as error:
-        _tell(str(error))
+        _print_error(str(error))
     except OSError as error:
         where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
-        _tell(f"{error.strerror or error}{where}")
+        _print_error(f"{error.strerror or error}{where}")
     except Exception as error:
         for one in "".join(traceback.format_exception(error)).splitlines():
             errors.say(one)
     return FAILED
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     errors.say(("onefold:", "red"), f" {text}")
 
 
 def _is_text(argument: str) -> bool:
-    """Whether an argument was text in the encoding of the system; other bytes come as halves of characters."""
+    """Whether an argument is text in the encoding of the system; Python passes other bytes as lone surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -74,34 +74,34 @@ def _is_text(argument: str) -> bool:
 
 
 def _is_exposed(arguments: Sequence[str], number: int) -> bool:
-    """Whether an argument is a URL with a password where no URL is taken."""
+    """Whether an argument is a URL with a password where no URL is expected."""
     return _SECRET_URL.match(arguments[number]) is not None and (number == 0 or arguments[number - 1] != "--url")
 
 
 def _repair_streams() -> None:
-    """Have three streams that are open and can write every character, however the process was started."""
+    """Make sure that the three standard streams are open and can write every character."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The next file or socket would have this number, and be written to by what prints.
+            # Otherwise the next file or socket would get this number, and prints would go into it.
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
         elif isinstance(stream, io.TextIOWrapper):
-            # A locale without UTF-8 cannot write all that a store holds.
+            # A locale without UTF-8 cannot write every text of a store.
             stream.reconfigure(errors="backslashreplace")
 
 
 def _flush(code: int) -> int:
-    """Write what is left, so that the interpreter, at its end, finds nothing that it would complain about."""
+    """Flush standard output here, because the interpreter prints a traceback if it fails to do so at its exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError) as error:
         if isinstance(error, OSError):
-            # What is left goes nowhere now, or the interpreter would try it once more.
+            # Discard the rest of the output, or the interpreter would try to write it at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if code == 0:
             code = READER_GONE if isinstance(error, BrokenPipeError) else FAILED

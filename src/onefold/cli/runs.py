@@ -1,4 +1,4 @@
-"""``onefold runs``: looking at workflows while they run, and what an operator can do to them."""
+"""``onefold runs``: showing workflows while they run, and the acts of operators on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from onefold import inspection, limits
+from onefold import limits
 from onefold.app import App
-from onefold.chronicle import Chronicle
 from onefold.cli.console import (
     Actor,
     AppOrUrl,
@@ -18,6 +17,7 @@ from onefold.cli.console import (
     Reason,
     Url,
     UrlFile,
+    actor_name,
     errors,
     find_app,
     output,
@@ -26,19 +26,20 @@ from onefold.cli.console import (
     run_on,
     say,
     warn_unknown,
-    who,
 )
+from onefold.cli.durations import argument, lasting, read_duration, written
 from onefold.cli.tree import draw, waits_of
-from onefold.cli.words import argument, lasting, read_duration, written
 from onefold.clock import MICROSECONDS, to_datetime
 from onefold.errors import ConfigurationError
+from onefold.operations import runs as operations
+from onefold.operations.history import Chronicle
 from onefold.store import Record, State
 
-runs = typer.Typer(help="Show workflows, tell them something, and move them by hand.", no_args_is_help=True)
+runs = typer.Typer(help="Show workflows, send them signals, cancel, resume or restart them.", no_args_is_help=True)
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, which is its message's.")]
-SignalName = Annotated[str, typer.Option("--signal", help="The signal's name, as in the mailbox of runs show.")]
-SignalId = Annotated[str, typer.Option("--id", help="The signal's id, as in the mailbox of runs show.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, which is the id of its message.")]
+SignalName = Annotated[str, typer.Option("--signal", help="The signal's name, as runs show lists it in the mailbox.")]
+SignalId = Annotated[str, typer.Option("--id", help="The signal's id, as runs show lists it in the mailbox.")]
 _NO_SIGNAL = "has no such signal in its mailbox, or it runs or has ended"
 States = Annotated[list[str] | None, typer.Option("--state", help="Only this state; may be given several times.")]
 Age = Annotated[str | None, typer.Option(help="Such as 90s, 15m, 2h or 3d.")]
@@ -50,28 +51,28 @@ def list_(
     url: Url = None,
     url_file: UrlFile = None,
     state: States = None,
-    everything: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also runs that have ended.")] = False,
     workflow: Annotated[str | None, typer.Option(help="Only runs of this workflow.")] = None,
     older_than: Age = None,
     newer_than: Age = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=limits.PAGE_MAX, help="How many at most.")] = 50,
-    after: Annotated[str, typer.Option(help="Go on after this run, the last one of a page.")] = "",
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=limits.PAGE_MAX, help="At most this many.")] = 50,
+    after: Annotated[str, typer.Option(help="Continue after this run, the last one of the page before.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List runs, the oldest first; without a state, those that are not over.
+    """List runs, the oldest first; without a state, those that have not ended.
 
     Changes nothing.
 
     Example: onefold runs list shop.tasks:app --state parked --older-than 2h
     """
-    states = _read_states(state) if state else tuple(State) if everything else inspection.OPEN
+    states = _read_states(state) if state else tuple(State) if everything else operations.OPEN
     ages = (read_duration("--older-than", older_than), read_duration("--newer-than", newer_than))
 
     async def look(opened: App) -> tuple[list[Record], int]:
         now, found = await opened.store.now(), list[Record]()
-        with progress("looking for runs") as advance:
+        with progress("reading runs") as advance:
             created = (_ago(now, ages[1], 0), _ago(now, ages[0], limits.INSTANT_MAX))
-            async for record in inspection.runs(
+            async for record in operations.runs(
                 opened.store, states=states, message_type=workflow, created=created, after=after
             ):
                 found.append(record)
@@ -91,10 +92,10 @@ def list_(
             warn_unknown("workflow", workflow, named.tasks)
         errors.say("no runs")
     else:
-        headings = ("run", "workflow", "state", "age", "next", "subject", "why")
+        headings = ("run", "workflow", "state", "age", "next", "subject", "reason")
         output.print_table(headings, [_row(one, now) for one in page])
         if more:
-            errors.say(f"there are more; go on with --after {argument(page[-1].envelope.id)}")
+            errors.say(f"there are more; continue with --after {argument(page[-1].envelope.id)}")
 
 
 @runs.command()
@@ -103,13 +104,13 @@ def show(
     app: AppOrUrl = None,
     url: Url = None,
     url_file: UrlFile = None,
-    depth: Annotated[int, typer.Option(min=0, max=10, help="How far to follow children.")] = limits.CHRONICLE_DEPTH,
-    everything: Annotated[bool, typer.Option("--all", help="Draw everything, however much it is.")] = False,
+    depth: Annotated[int, typer.Option(min=0, max=10, help="Levels of children to show.")] = limits.CHRONICLE_DEPTH,
+    everything: Annotated[bool, typer.Option("--all", help="Draw every entry, however many there are.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw a run, or any other message, as a tree: what it did and when, what failed, what it waits for.
 
-    A step is taken to have begun when what came before it was over; times are in UTC.
+    A step counts as begun when the one before it ended.  Times are in UTC.
 
     Changes nothing.
 
@@ -119,7 +120,7 @@ def show(
     async def look(opened: App) -> tuple[Chronicle, int]:
         found = await opened.chronicle(run, depth=depth)
         if found is None:
-            raise ConfigurationError(f"there is no run {run!r}; it never was, or is no longer kept")
+            raise ConfigurationError(f"there is no run {run!r}, or it is no longer kept; see onefold runs list")
         return found, await opened.store.now()
 
     with progress("reading"):
@@ -137,23 +138,25 @@ def show(
 @runs.command()
 def signal(
     run: RunId,
-    name: Annotated[str, typer.Argument(metavar="SIGNAL", help="What the run waits for, or will.")],
+    name: Annotated[str, typer.Argument(metavar="SIGNAL", help="The signal's name.")],
     app: AppOrUrl = None,
     url: Url = None,
     url_file: UrlFile = None,
-    value: Annotated[str, typer.Option(help="What to tell it, as JSON.")] = "null",
+    value: Annotated[str, typer.Option(help="The signal's value, as JSON.")] = "null",
     id: Annotated[str | None, typer.Option(help="Two signals with the same id are one.")] = None,  # noqa: A002
     as_json: AsJson = False,
 ) -> None:
-    """Tell a run something; it goes on if it waits for that.
+    """Send a run a signal; the run continues if it waits for it.
 
     Changes: the signal is stored in the run's mailbox.
 
     Example: onefold runs signal RUN approved shop.tasks:app --value true
     """
-    told = read_json("--value", value)
+    decoded = read_json("--value", value)
     named = find_app(app, url, url_file)
-    _act(named, lambda opened: opened.signal(run, name, told, id=id), run, as_json, "told", "has ended or never was")
+    if not run_on(named, lambda opened: opened.signal(run, name, decoded, id=id)):
+        raise ConfigurationError(f"run {run} has ended or does not exist; nothing was done")
+    say({"run": run, "told": True}, as_json, f"{run} has the signal")
 
 
 @runs.command()
@@ -167,20 +170,19 @@ def cancel(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a run back, wherever it is; what it did is not undone, and its children go on.
+    """Cancel a run; its steps are not undone unless it is a saga, and its children go on.
 
     Changes: the run ends as cancelled, or, if it is a saga, is undone.
 
     Example: onefold runs cancel RUN shop.tasks:app --reason 'ordered twice'
     """
-    cancelled = "has ended, or never was"
     _act(
         find_app(app, url, url_file),
-        lambda opened: opened.cancel(run, actor=who(actor), reason=reason),
+        lambda opened: opened.cancel(run, actor=actor_name(actor), reason=reason),
         run,
         as_json,
         "cancelled",
-        cancelled,
+        "has ended or does not exist",
     )
 
 
@@ -195,7 +197,7 @@ def resume(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Let a parked run look now whether it can go on, for instance after the right code was deployed.
+    """Let a parked run run now, for instance after the right code was deployed.
 
     Changes: the run is scheduled now.
 
@@ -203,7 +205,7 @@ def resume(
     """
     _act(
         find_app(app, url, url_file),
-        lambda opened: opened.resume(run, actor=who(actor), reason=reason),
+        lambda opened: opened.resume(run, actor=actor_name(actor), reason=reason),
         run,
         as_json,
         "resumed",
@@ -218,27 +220,28 @@ def restart(
     url: Url = None,
     url_file: UrlFile = None,
     *,
-    from_step: Annotated[str, typer.Option("--from", help="The step to go back to, such as charge#1.")],
+    from_step: Annotated[str, typer.Option("--from", help="The first step to run again, such as charge#1.")],
     actor: Actor = None,
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run go back: the named step and everything after it is done again.
+    """Restart a run from a step: that step and all later ones run again.
 
-    What those steps did to the outside is not undone.
+    Effects of those steps on other systems are not undone.
 
-    Changes: the journal forgets these steps, and the run is scheduled.
+    Changes: the steps are removed from the journal, and the run is scheduled.
 
     Example: onefold runs restart RUN shop.tasks:app --from charge#1 --reason 'wrong account'
     """
     forgotten = run_on(
         find_app(app, url, url_file),
-        lambda opened: opened.restart(run, from_step=from_step, actor=who(actor), reason=reason),
+        lambda opened: opened.restart(run, from_step=from_step, actor=actor_name(actor), reason=reason),
     )
     names = list(dict.fromkeys(step.name for step in forgotten))
     if not names:
         raise ConfigurationError(f"run {run} has ended or has no step {from_step!r}; see onefold runs show {run}")
-    say({"run": run, "forgotten": names}, as_json, f"{run} goes back to {from_step}; forgotten: {', '.join(names)}")
+    words = f"{run} restarts from {from_step}; steps that run again: {', '.join(names)}"
+    say({"run": run, "forgotten": names}, as_json, words)
 
 
 @runs.command("drop-signal")
@@ -254,15 +257,15 @@ def drop_signal(
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Take a signal out of a run's mailbox, for instance one that it cannot read; the run looks what is left.
+    """Remove a signal from a run's mailbox, for instance one that the run cannot read.
 
-    Changes: the signal is gone, and the run is scheduled.
+    Changes: the signal is removed, and the run is scheduled to read what is left.
 
     Example: onefold runs drop-signal RUN shop.tasks:app --signal paid --id payment-2 --reason 'typed by hand'
     """
     _act(
         find_app(app, url, url_file),
-        lambda opened: opened.drop_signal(run, signal, signal_id, actor=who(actor), reason=reason),
+        lambda opened: opened.drop_signal(run, signal, signal_id, actor=actor_name(actor), reason=reason),
         run,
         as_json,
         "freed of the signal",
@@ -279,21 +282,21 @@ def replace_signal(
     *,
     signal: SignalName,
     signal_id: SignalId,
-    value: Annotated[str, typer.Option(help="The value it is to have, as JSON.")],
+    value: Annotated[str, typer.Option(help="The new value, as JSON.")],
     actor: Actor = None,
     reason: Reason,
     as_json: AsJson = False,
 ) -> None:
-    """Give a signal in a run's mailbox another value, for instance one that the run can read.
+    """Change the value of a signal in a run's mailbox, for instance to one that the run can read.
 
     Changes: the signal has the new value, and the run is scheduled.
 
     Example: onefold runs replace-signal RUN shop.tasks:app --signal paid --id payment-2 --value 500 --reason 'a typo'
     """
-    told = read_json("--value", value)
+    decoded = read_json("--value", value)
     _act(
         find_app(app, url, url_file),
-        lambda opened: opened.replace_signal(run, signal, signal_id, told, actor=who(actor), reason=reason),
+        lambda opened: opened.replace_signal(run, signal, signal_id, decoded, actor=actor_name(actor), reason=reason),
         run,
         as_json,
         "given the signal",
@@ -301,7 +304,7 @@ def replace_signal(
     )
 
 
-# on the way to the store and back
+# store and output
 
 
 def _act(
@@ -310,11 +313,11 @@ def _act(
     run: str,
     as_json: bool,
     done: str,
-    otherwise: str,
+    refusal: str,
 ) -> None:
-    """Do something to a run; what cannot be done is an error."""
+    """Run an act on a run and print that it was done; raise with the refusal if the act returned False."""
     if not run_on(app, act):
-        raise ConfigurationError(f"run {run} {otherwise}; nothing was done")
+        raise ConfigurationError(f"run {run} {refusal}; nothing was done")
     say({"run": run, done: True}, as_json, f"{run} was {done}")
 
 

@@ -1,4 +1,4 @@
-"""``onefold schedules``: looking at what recurs, and changing it while it runs."""
+"""``onefold schedules``: showing schedules, and changing them at run time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from onefold.cli.console import (
 from onefold.cli.screen import Cell, lines
 from onefold.clock import SystemClock
 from onefold.errors import ConfigurationError
-from onefold.loading import load_app
-from onefold.recurring import Schedule
-from onefold.timetable import make_timetable
-from onefold.timetable import preview as preview_timetable
+from onefold.processes.load_app import load_app
+from onefold.schedules.register import Schedule
+from onefold.schedules.timetable import make_timetable
+from onefold.schedules.timetable import preview as preview_timetable
 
-schedules = typer.Typer(help="Show and change what recurs.", no_args_is_help=True)
+schedules = typer.Typer(help="Show and change the schedules of recurring tasks.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
 Timezone = Annotated[str, typer.Option(help="An IANA time zone for the cron expression.")]
 Every = Annotated[float | None, typer.Option(help="Seconds between two fire times, instead of a cron expression.")]
-Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed times, or delay, after the last run.")]
+Mode = Annotated[str | None, typer.Option(help="With --every: rate, at fixed times; or delay, after the last run.")]
 
 
 @schedules.command("list")
 def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """List every schedule, with when it fires next and how late it was last time.
+    """List every schedule, with its next fire time and how late it fired last time.
 
     Changes nothing.
 
@@ -58,7 +58,7 @@ def list_(app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_js
 
 @schedules.command()
 def show(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Show everything about one schedule, and its next fire times.
+    """Show all fields of one schedule, and its next fire times.
 
     Changes nothing.
 
@@ -82,12 +82,12 @@ def add(
     timezone: Timezone = "UTC",
     every: Every = None,
     mode: Mode = None,
-    catchup: Annotated[str | None, typer.Option(help="What becomes of missed fire times: skip, last or all.")] = None,
-    window: Annotated[float | None, typer.Option(help="Catch up only what is not older than these seconds.")] = None,
+    catchup: Annotated[str | None, typer.Option(help="Missed fire times to catch up on: skip, last or all.")] = None,
+    window: Annotated[float | None, typer.Option(help="Catch up on fire times of this many seconds only.")] = None,
     arguments: Annotated[str, typer.Option(help="The task's arguments, as a JSON object.")] = "{}",
     as_json: AsJson = False,
 ) -> None:
-    """Make a schedule, or change the one of this name.  Saying the same again changes nothing.
+    """Make a schedule, or change the one of this name.  Giving the same again changes nothing.
 
     Changes: the schedule is stored, and workers fire it.
 
@@ -111,7 +111,7 @@ def add(
 
 @schedules.command()
 def pause(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Fire nothing until the schedule is resumed.
+    """Stop a schedule from firing until it is resumed.
 
     Changes: the schedule is stored as paused.
 
@@ -125,20 +125,20 @@ def pause(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile =
 def resume(
     name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Fire again from now on; what would have fired meanwhile does not.
+    """Let a schedule fire again from now on; fire times during the pause are dropped.
 
     Changes: the schedule is stored with its next fire time.
 
     Example: onefold schedules resume nightly shop.tasks:app
     """
     found, changed = run_on(find_app(app, url, url_file), lambda opened: _changed(opened, name, Schedule.resume))
-    said = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
-    say(found.as_dict(), as_json, said)
+    words = f"{name} is resumed, next at {_in_words(found.next_at)}" if changed else f"{name} was not paused"
+    say(found.as_dict(), as_json, words)
 
 
 @schedules.command()
 def run(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False) -> None:
-    """Send the schedule's message now, out of turn; its fire times stay as they are.
+    """Send the schedule's message now; its fire times stay as they are.
 
     Changes: one message is sent.
 
@@ -152,9 +152,9 @@ def run(name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = N
 def remove(
     name: Name, app: AppOrUrl = None, url: Url = None, url_file: UrlFile = None, as_json: AsJson = False
 ) -> None:
-    """Forget a schedule.  One that stands in code comes back with the next start of a worker that has it.
+    """Remove a schedule.  One that is declared in code comes back when a worker with that code starts.
 
-    Changes: the schedule is removed; what it has sent stays.
+    Changes: the schedule is removed; messages that it has sent stay.
 
     Example: onefold schedules remove nightly shop.tasks:app
     """
@@ -171,7 +171,7 @@ def preview(
     number: Annotated[int, typer.Option("--number", "-n", min=1, max=1_000, help="How many fire times.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Say when an expression would fire, without making a schedule.
+    """Show when an expression would fire, without making a schedule.
 
     Changes nothing, and needs no store.
 
@@ -185,7 +185,7 @@ def preview(
         _print_preview(coming)
 
 
-# on the way to the store and back
+# store
 
 
 async def _one(app: App, name: str) -> Schedule:
@@ -207,7 +207,7 @@ def _read_arguments(text: str) -> dict[str, Any]:
         raise ConfigurationError(f"--arguments is not a JSON object: {error}") from error
 
 
-# words and tables
+# output
 
 
 def _row(one: Schedule) -> list[Cell]:

@@ -1,10 +1,9 @@
-"""The one place through which the commands print: what reaches a terminal is harmless, whatever a store holds.
+"""Printing for all commands, which escapes every text, so that no text of a store can steer a terminal.
 
 Task names, keys, subjects, error texts and worker names come from senders, handlers and servers.  Printed as they are,
-they could move the cursor, set the title, be a link, hide or reorder characters, or pass for a line of the command's
-own.  So every text is escaped here, on its way to the layout: control, formatting and invisible characters and line
-ends are shown as ``\\x1b``, ``\\n`` or ``\\u202e``, and a text has a greatest length.  Markup is off; a command that
-wants a style says so with ``line``.
+they could move the cursor, set the title, be a link, hide or reorder characters, or look like a line of the command.
+So every text is escaped here before the layout: control, formatting and invisible characters and line ends are shown
+as ``\\x1b``, ``\\n`` or ``\\u202e``, and long texts are cut.  Markup is off; styles are given with ``line``.
 """
 
 from __future__ import annotations
@@ -17,34 +16,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.measure import Measurement
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text as Text
 
-#: Where no terminal says how wide it is, lines are as long as they need to be: a cut id is of no use to a program.
+#: Columns of output that is not a terminal; wide enough for tables, because a program has no use for a cut id.
 _PIPED_WIDTH = 240
 #: Columns; wider than any line that is not wrapped.
 _WIDE = 100_000
-#: Characters of one text; a longer one is cut, and ``--json`` has the whole of it.
+#: Characters of one text; a longer one is cut, and ``--json`` has the whole.
 _TEXT_MAX = 2_000
-#: Marks that may stand on one character; more would cover the lines above and below.
+#: Combining marks on one character; more would cover the lines above and below.
 _MARKS_MAX = 3
-#: Printable by their category, and yet invisible.
+#: Characters that are printable by their category, but invisible.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
 
 #: A part of a line: a text, or a text and its style.
 Part = str | tuple[str, str] | Text
-#: What may stand in a table.
+#: A cell of a table.
 Cell = str | Text
 
 
 class OutputLostError(Exception):
-    """Standard output takes nothing more: its reader is gone, or its disk is full."""
+    """Standard output cannot be written: its reader has closed it, or its disk is full."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"standard output cannot be written: {error.strerror or type(error).__name__}")
@@ -52,7 +50,7 @@ class OutputLostError(Exception):
 
 
 def harmless(text: str, most: int = _TEXT_MAX) -> str:
-    """Return a text as it may be printed: on one line, with nothing that steers a terminal or cannot be seen."""
+    """Return a text as one line, with control and invisible characters escaped."""
     cut = text if len(text) <= most else f"{text[: max(most - 1, 0)]}…"
     if cut.isascii() and cut.isprintable():
         return cut
@@ -77,7 +75,7 @@ def line(*parts: Part) -> Text:
 
 
 def separated(by: str, *parts: Part) -> Text:
-    """Return harmless texts with something between them."""
+    """Return harmless texts with a separator between them."""
     return Text(by).join(line(part) for part in parts)
 
 
@@ -87,7 +85,7 @@ def lines(*parts: Part) -> Text:
 
 
 class Screen(Console):
-    """A console on which no text is markup, and every text is harmless."""
+    """A console that interprets no markup and escapes every text."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -97,29 +95,31 @@ class Screen(Console):
         )
 
     def render_str(self, text: str, *, style: str | Style = "", **_: Any) -> Text:
-        """Make what is laid out of a text; everything that is printed as text comes here."""
+        """Escape a text before its layout; rich calls this for every text that is printed."""
         return Text(harmless(text), style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; a lost standard output is an ``OutputLostError``, a lost standard error is nothing to stop for."""
+        """Print; raise ``OutputLostError`` if standard output cannot be written, and ignore it for standard error."""
         try:
             super().print(*objects, **options)
         except OSError as error:
-            # What could not be written is dropped, or it would be tried again with the next line.
+            # Drop the buffered output, or rich would try to write it again with the next line.
             with suppress(OSError), self.capture():
                 pass
             self._refuse(error)
 
     def on_broken_pipe(self) -> None:
-        """Leave it to ``print``: rich would end the process."""
+        """Raise the error for ``print`` to handle, where rich would end the process."""
         raise
 
     def say(self, *parts: Part) -> None:
-        """Print a line that only the terminal wraps, so that it can be copied and searched."""
+        """Print a line without wrapping it, so that it can be copied and searched."""
         self.print(line(*parts), soft_wrap=True)
 
     def print_json(self, answer: object) -> None:  # type: ignore[override]
-        """Print for programs, in ASCII: JSON can write every character so, and no terminal is steered by it."""
+        """Print JSON in ASCII, in which every character can be written and none steers a terminal."""
+        import msgspec  # here, because importing it takes a tenth of the time of ``onefold --help``
+
         try:
             self.file.write(json.dumps(msgspec.to_builtins(answer)) + "\n")
             self.file.flush()
@@ -127,7 +127,7 @@ class Screen(Console):
             self._refuse(error)
 
     def print_table(self, headings: Sequence[str], rows: Iterable[Sequence[Cell]], *, title: str = "") -> None:
-        """Print a table, or on a terminal that is too narrow for its words one field below the other."""
+        """Print a table; on a terminal that is too narrow for its words, print one field per line."""
         table, kept = Table(*headings, box=None, padding=(0, 2, 0, 0)), list(rows)
         for row in kept:
             table.add_row(*row)
@@ -149,7 +149,7 @@ class Screen(Console):
             self.say(one)
 
     def print_fields(self, fields: Mapping[str, object]) -> None:
-        """Print what is known of one thing, with what is inside of it indented."""
+        """Print the fields of one thing, one per line, with inner ones indented."""
         for one in _field_lines(fields, ""):
             self.print(one, soft_wrap=True)
 
@@ -162,7 +162,7 @@ def _field_lines(value: object, indent: str) -> Iterator[Text]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if isinstance(inner, str) and len(text := inner.splitlines()) > 1:
-                # With a bar before each line, so that none passes for a field.
+                # With a bar before each line, so that none looks like a field.
                 inner = [f"| {one}" for one in text]
             if inner and isinstance(inner, Mapping | list):
                 yield line(indent, (str(name), "bold"), ":")

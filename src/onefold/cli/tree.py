@@ -1,4 +1,4 @@
-"""Draws a chronicle as a tree."""
+"""Drawing a chronicle as a tree."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from datetime import datetime
 
 from rich.tree import Tree
 
-from onefold.chronicle import Chronicle, Entry, Try
+from onefold.cli.durations import argument, from_now, lasting, written
 from onefold.cli.screen import Part, Text, line, lines
-from onefold.cli.words import argument, from_now, lasting, written
+from onefold.operations.history import Chronicle, Entry, Try
 from onefold.store import Failure
 
-#: Of very many things side by side so many are drawn from the beginning, and so many of the rest that are not done.
+#: Of many entries side by side, the first ones are drawn, and some of the others that are not done.
 _FIRST = 10
 _OPEN = 20
 
-#: Where another word than the kind says more beside the state.
-_WORDS = {"step": "", "undo": "", "wait": "signal", "signal": "told"}
+#: Words for kinds of entries that would not read well beside the state.
+_WORDS = {"step": "", "undo": "", "wait": "signal", "signal": "sent signal"}
 _STYLES = {
     "done": "green",
     "failed": "red",
@@ -34,26 +34,26 @@ _STYLES = {
 
 
 def draw(chronicle: Chronicle, now: datetime, *, everything: bool = False) -> Tree:
-    """Return a message as a tree; what lies side by side in great numbers is counted, unless all is asked for."""
-    return _Artist(now, everything).message(chronicle)
+    """Return a message as a tree; of very many entries side by side some are only counted, unless ``everything``."""
+    return _TreeBuilder(now, everything).message(chronicle)
 
 
 def waits_of(chronicle: Chronicle, now: datetime) -> list[str]:
-    """Say in words what a message waits for now."""
-    told = [_wait(entry, now) for entry in chronicle.waits[:_OPEN]]
+    """Describe what a message waits for now."""
+    waits = [_wait(entry, now) for entry in chronicle.waits[:_OPEN]]
     if len(chronicle.waits) > _OPEN:
-        told.append(f"{len(chronicle.waits) - _OPEN:,} others")
-    if chronicle.state == "parked" and chronicle.failure is not None and chronicle.failure.reason in _FOR_A_PERSON:
-        told.append(f"a person: {chronicle.failure.error_message}")
+        waits.append(f"{len(chronicle.waits) - _OPEN:,} others")
+    if chronicle.state == "parked" and chronicle.failure is not None and chronicle.failure.reason in _FOR_OPERATORS:
+        waits.append(f"an operator: {chronicle.failure.error_message}")
     if chronicle.state == "leased":
-        told.append(f"nothing: it runs on {chronicle.worker}")
+        waits.append(f"nothing: it runs on {chronicle.worker}")
     elif chronicle.state == "scheduled":
-        told.append("a worker")
-    return told
+        waits.append("a worker")
+    return waits
 
 
-#: Why a message is parked, when nothing but a person helps.
-_FOR_A_PERSON = ("uncertain", "replay", "stuck", "unreadable signal")
+#: Reasons for which a message is parked until an operator acts.
+_FOR_OPERATORS = ("uncertain", "replay", "stuck", "unreadable signal")
 
 
 def _wait(entry: Entry, now: datetime) -> str:
@@ -65,7 +65,7 @@ def _wait(entry: Entry, now: datetime) -> str:
     return f"{'the next try of ' * (entry.kind == 'step')}{entry.name}{until}"
 
 
-class _Artist:
+class _TreeBuilder:
     def __init__(self, now: datetime, everything: bool) -> None:
         self._now = now
         self._everything = everything
@@ -100,7 +100,7 @@ class _Artist:
                 tree.add(self._entry(entry, message_id))
 
     def _chosen(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry | None, str]]:
-        """Go through what is drawn, with a word in place of what is not."""
+        """Yield the entries to draw, and in place of those left out their number by state."""
         open_ = [number for number, entry in enumerate(entries) if entry.state != "done" and number >= _FIRST]
         shown = set(range(_FIRST)) | set(open_[:_OPEN])
         if self._everything or len(entries) <= _FIRST + _OPEN:
@@ -125,8 +125,8 @@ class _Artist:
             label.append(line((_failure(entry.failure), "red")))
         if entry.state == "stuck" or (entry.kind == "effect" and entry.state == "uncertain"):
             remedy = f"onefold effects resolve {argument(message_id)} {argument(entry.name)}"
-            told = f"whether it happened is unknown; find out, then: {remedy} --happened | --not-happened --reason …"
-            label.append(line((told, "magenta")))
+            hint = f"whether it happened is unknown; find out, then: {remedy} --happened | --not-happened --reason …"
+            label.append(line((hint, "magenta")))
         if entry.message is not None and (entry.kind == "child" or entry.message.entries):
             tree = self.message(entry.message, *label)
         else:
@@ -143,12 +143,12 @@ class _Artist:
     def _times(self, entry: Entry) -> str:
         if entry.began_at is None or entry.kind in ("now", "checkpoint", "restart", "send", "signal"):
             return f" at {written(entry.ended_at or entry.began_at)}"
-        told = [] if entry.began_at is None else [f"from {written(entry.began_at)}"]
+        times = [] if entry.began_at is None else [f"from {written(entry.began_at)}"]
         if entry.seconds is not None:
-            told.append(f"took {lasting(entry.seconds)}")
+            times.append(f"took {lasting(entry.seconds)}")
         elif entry.due_at is not None:
-            told.append(f"until {written(entry.due_at)} ({from_now(entry.due_at, self._now)})")
-        return f" {', '.join(told)}" if told else ""
+            times.append(f"until {written(entry.due_at)} ({from_now(entry.due_at, self._now)})")
+        return f" {', '.join(times)}" if times else ""
 
 
 def _try(what: str, one: Try) -> Text:
@@ -170,5 +170,5 @@ def _took(began: datetime, ended: datetime) -> str:
 
 
 def _counted(states: Counter[str]) -> str:
-    told = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
-    return f"{states.total():,} more: {told}"
+    counts = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
+    return f"{states.total():,} more: {counts}"

@@ -1,6 +1,6 @@
-"""For tests of programs built on onefold: own the clock, drain the queues, call a handler, break the store.
+"""Tools for tests of programs built on onefold: a fake clock, draining queues, calling a handler, failing stores.
 
-``onefold.testing.contracts`` is the suite every store must pass; it needs pytest and is imported by itself.
+``onefold.testing.contracts`` is the suite that every store must pass; it needs pytest and is not imported here.
 """
 
 from onefold.testing.clock import FakeClock

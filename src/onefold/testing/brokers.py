@@ -1,9 +1,9 @@
 """A real Redis server for tests: started on a free loopback port, killed and restarted at will.
 
-It keeps its log in a directory of its own and knows nothing about onefold: what is in its streams is the test's
-business.  It asks for a password, drawn anew for each server and part of its URLs: other users of the machine reach its
-port too, and may have it write files as its user.
-Its settings are Redis's own, so a test can start a server that forgets, and see it refused.
+It keeps its log in a directory of its own and knows nothing about onefold: the test decides what its streams contain.
+It requires a password, drawn anew for each server and part of its URLs, because other users of the machine can reach
+the port too, and a Redis client can make the server write files as the server's user.
+Its settings are Redis's own, so a test can start a server that loses data and see that onefold refuses it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Self
 
 from onefold.clock import system_random
 
-#: Seconds between two looks at a server that is starting.
+#: Seconds between two checks of whether a starting server answers.
 POLL_SECONDS = 0.01
-#: Looks before a start counts as failed: ten seconds, ample for the log of a test.
+#: Checks before a start counts as failed: ten seconds, ample for the log of a test.
 POLLS_MAX = 1_000
 #: Launches before giving up: another process may take the port.
 LAUNCHES_MAX = 10
 #: Seconds a shutdown may take before the server is killed.
 STOP_SECONDS = 10
 
-#: A server that keeps what it accepts: in its log before it answers, on the disk at once.
+#: Settings of a server that keeps what it accepts: it writes its log before it answers, and syncs at every write.
 DURABLE: Mapping[str, str] = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
 def find_redis() -> Path | None:
     """Return the program ``redis-server``, or None if this machine has none.
 
-    ``ONEFOLD_REDIS_BIN`` names it or its directory, wins, and must be right; then the wheel, then PATH.
+    ``ONEFOLD_REDIS_BIN``, if set, names the program or its directory and must be right; else the wheel, then PATH.
     """
     named = os.environ.get("ONEFOLD_REDIS_BIN")
     if named:
@@ -98,7 +98,7 @@ class RedisServer:
         self.stop()
 
     def start(self) -> None:
-        """Serve an empty directory: afterwards it answers, or nothing of it is left."""
+        """Start the server in an empty directory: afterwards it answers, or its process and files are gone."""
         assert self._directory is None, "already started; use restart()"
         self._directory = Path(tempfile.mkdtemp(prefix="onefold-redis-"))
         try:
@@ -112,7 +112,7 @@ class RedisServer:
             raise
 
     def restart(self) -> None:
-        """Serve the same data on the same port again, after it was ended, or after a shutdown made here."""
+        """Start the server again with the same data and port; shut it down first if it still runs."""
         self.shut_down()
         for _ in range(LAUNCHES_MAX):
             if self._launch():
@@ -128,7 +128,7 @@ class RedisServer:
             process.wait()
 
     def shut_down(self) -> None:
-        """End the server the way an administrator does; the data stay for ``restart()``."""
+        """End the server as an administrator does; the data stay for ``restart()``."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -138,22 +138,22 @@ class RedisServer:
         self._process = None
 
     def stop(self) -> None:
-        """Kill it and remove every file: afterwards neither process nor directory is left."""
+        """Kill the server and remove its files: afterwards neither process nor directory is left."""
         self.kill()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
     def url(self, database: int = 0, *, user: str = "", password: str | None = None) -> str:
-        """Name a database of this server the way every client understands, as its owner or as another user."""
+        """Return the URL of a database of this server, for its owner or for another user."""
         return f"redis://{user}:{password or self._password}@127.0.0.1:{self.port}/{database}"
 
     def _launch(self) -> bool:
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._path()), "save": "", **self.settings}
         if _version(self.program) >= (6, 2):
-            # Its title would be written over its environment, by which a test session finds what it has left behind.
+            # A process title overwrites the environment, by which the test session finds processes left behind.
             options.setdefault("set-proc-title", "no")
-        # The password is read from there: every user of the machine sees the arguments of a program.
+        # The password goes through standard input: every user of the machine can read a program's arguments.
         command = [str(self.program), "-"]
         for name, value in options.items():
             command += [f"--{name}", *([value] if name == "save" else value.split())]
@@ -174,7 +174,7 @@ class RedisServer:
         return False
 
     def _answers(self) -> bool:
-        """Whether it has read its log; one that wants a password first has done so too."""
+        """Whether the server has read its log; a server that asks for a password first has read it too."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=2) as line:
                 line.sendall(b"PING\r\n")

@@ -1,9 +1,9 @@
-"""One checker for every chaos test: what clients were told, what happened, and where the messages stand.
+"""One checker for every chaos test: it compares what clients were told with the effects and the final states.
 
-Clients keep a journal of what they asked for and what they were answered; effects are rows that name their key,
-their message and the fence they were written under; at the end comes the state of every message.
+Clients keep a journal of their requests and the answers; effects are rows that name their key, their message and the
+fence they were written under; the final states of all messages are read at the end.
 From these three the checker derives each way in which the promise can be broken.
-It knows nothing of stores and workers, so nothing it looks at can be wrong in the same way as they are.
+It imports nothing of stores and workers, so it cannot contain the same mistakes as they do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     client: str
     event: Event
-    #: What the work is, in the words of the test; effects use the same.
+    #: Names the work in the words of the test; effects use the same key.
     key: str = ""
     message_id: str = ""
     fence: int = 0
@@ -41,9 +41,9 @@ _decode = msgspec.json.Decoder(Entry).decode
 
 
 class Journal:
-    """What clients asked for and were told, and who was given a message, in the order in which it happened.
+    """Requests of clients, the answers they got, and claims of workers, in the order in which they happened.
 
-    ``write`` receives every line at once, so that a journal outlives the process that keeps it.
+    ``write`` receives every line at once, so that the journal outlives the process that keeps it.
     """
 
     def __init__(self, write: Callable[[bytes], object] | None = None) -> None:
@@ -57,52 +57,52 @@ class Journal:
             self._write(_encode(entry) + b"\n")
 
     def invoke(self, client: str, key: str) -> None:
-        """A client is about to ask for this work."""
+        """Record that a client is about to ask for this work."""
         self.note(Entry(client, "invoke", key))
 
     def ok(self, client: str, key: str, message_id: str = "") -> None:
-        """The client was told that it is accepted: from here on it must never be lost."""
+        """Record that the client was told that the work is accepted: from here on it must not be lost."""
         self.note(Entry(client, "ok", key, message_id))
 
     def fail(self, client: str, key: str) -> None:
-        """The client was told that it is refused: it must never happen."""
+        """Record that the client was told that the work is refused: it must not happen."""
         self.note(Entry(client, "fail", key))
 
     def unknown(self, client: str, key: str) -> None:
-        """The client was told nothing it can rely on: it may happen or not, but not twice."""
+        """Record that the client got no reliable answer: the work may happen or not, but not twice."""
         self.note(Entry(client, "unknown", key))
 
     def claim(self, client: str, message_id: str, fence: int) -> None:
-        """A worker was given the message under this fence."""
+        """Record that a worker was given the message under this fence."""
         self.note(Entry(client, "claim", message_id=message_id, fence=fence))
 
     def read(self, lines: bytes) -> None:
-        """Append what another journal wrote; the last line of a killed process may be cut short and is dropped."""
+        """Append the lines of another journal; a half-written last line of a killed process is dropped."""
         for line in lines.split(b"\n")[:-1]:
             self.note(_decode(line))
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One effect that was found committed; given in the order of the commits."""
+    """One committed effect; effects are passed in the order of their commits."""
 
     key: str
     message_id: str
     fence: int
-    #: How many journal entries there were when it was written; None if nobody knows.
+    #: The number of journal entries when it was written; None if that is not known.
     position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """Where one message stands after everything has calmed down."""
+    """The state of one message after all faults have ended and the queues are drained."""
 
     message_id: str
     key: str
     state: State
-    #: Whether its success must have left an effect under its key.
+    #: Whether the message must have left an effect under its key if it succeeded.
     has_effect: bool = True
-    #: It is parked for something that will not come, and rightly so.
+    #: Whether it is rightly parked for an event that will not come.
     waits: bool = False
 
 
@@ -121,7 +121,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Report:
-    """What the checker found; printed, it shows each violation with only those journal entries that concern it."""
+    """Every violation found; printed with the journal entries that concern it."""
 
     violations: list[Violation]
     journal: Sequence[Entry] = field(default_factory=tuple)
@@ -157,7 +157,7 @@ def check(journal: Journal, effects: Sequence[Effect], finals: Iterable[Final]) 
 
 
 def _lost(entries: Sequence[Entry], effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Violation]:
-    """Accepted, but gone; or done, but without its effect."""
+    """Yield work that was accepted and has no message, and messages that are done without their effect."""
     keys = {final.key for final in finals.values()}
     for entry in dict.fromkeys(entry for entry in entries if entry.event == "ok"):
         if entry.message_id and entry.message_id not in finals:
@@ -173,12 +173,12 @@ def _lost(entries: Sequence[Entry], effects: Sequence[Effect], finals: dict[str,
 
 
 def _duplicated(effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Violation]:
-    """Two effects for one key, or two messages that may each have one."""
+    """Yield keys with two effects, and keys held by two messages."""
     for key, number in Counter(effect.key for effect in effects).items():
         if number > 1:
             ids = tuple(dict.fromkeys(effect.message_id for effect in effects if effect.key == key))
             yield Violation("duplicated", key, ids, f"its effect happened {number} times")
-    # A message that was taken back before it ran, or discarded, has given up its key.
+    # A message that was cancelled before it ran, or discarded, has given up its key.
     holders = [final for final in finals.values() if final.state not in (State.CANCELLED, State.DISCARDED)]
     for key, number in Counter(final.key for final in holders).items():
         if number > 1:
@@ -187,19 +187,19 @@ def _duplicated(effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable
 
 
 def _phantom(entries: Sequence[Entry], effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Violation]:
-    """Something nobody asked for, or that the one who asked was told would not happen."""
+    """Yield effects and messages that no client asked for, or that were refused to the client."""
     asked = Counter(entry.key for entry in entries if entry.event == "invoke")
     refused = Counter(entry.key for entry in entries if entry.event == "fail")
     for effect in effects:
         if asked[effect.key] <= refused[effect.key]:
-            yield Violation("phantom", effect.key, (effect.message_id,), "its effect happened, and nobody asked for it")
+            yield Violation("phantom", effect.key, (effect.message_id,), "its effect happened without a request")
     for final in finals.values():
         if asked[final.key] <= refused[final.key]:
-            yield Violation("phantom", final.key, (final.message_id,), "there is a message, and nobody asked for it")
+            yield Violation("phantom", final.key, (final.message_id,), "there is a message without a request")
 
 
 def stale(entries: Sequence[Entry], effects: Sequence[Effect]) -> Iterable[Violation]:
-    """An effect of somebody who had already been replaced."""
+    """Yield effects that were committed under a fence older than one already given to another owner."""
     committed: dict[str, int] = {}
     for effect in effects:
         before = entries[: effect.position] if effect.position is not None else ()
@@ -212,7 +212,7 @@ def stale(entries: Sequence[Entry], effects: Sequence[Effect]) -> Iterable[Viola
 
 
 def _torn(effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Violation]:
-    """An effect whose message did not end with it: they did not commit together."""
+    """Yield effects of messages that are not done: the effect and the outcome did not commit together."""
     for effect in effects:
         final = finals.get(effect.message_id)
         if final is not None and final.state is not State.DONE:
@@ -221,7 +221,7 @@ def _torn(effects: Sequence[Effect], finals: dict[str, Final]) -> Iterable[Viola
 
 
 def _stuck(finals: dict[str, Final]) -> Iterable[Violation]:
-    """Not ended although everybody had all the time they needed."""
+    """Yield messages that have not ended although they had enough time."""
     for final in finals.values():
         if not final.state.ended and not final.waits:
             problem = f"it is still {final.state.name.lower()} after everything has calmed down"

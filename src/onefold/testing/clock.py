@@ -1,4 +1,4 @@
-"""A clock that tests own: time passes when they say so."""
+"""A clock that a test controls: time passes when the test says so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _START = to_instant(datetime(2030, 1, 1, tzinfo=UTC))
 
 
 class FakeClock:
-    """Stands still until ``advance`` is called; whoever sleeps wakes when its time has come.
+    """A clock that stands still until ``advance`` is called, which wakes the sleepers that are due.
 
-    ``jump`` sets the wall clock without any time passing, as a person or a time server would.
+    ``jump`` sets the wall clock without time passing, as an administrator or a time server would.
     """
 
     def __init__(self, start: datetime | None = None) -> None:
@@ -35,13 +35,13 @@ class FakeClock:
 
     @property
     def moment(self) -> datetime:
-        """The time as people read it."""
+        """The wall clock's time as a ``datetime``."""
         return to_datetime(self._now)
 
     async def sleep(self, seconds: float) -> None:
         if seconds <= self._hurried:
             self.advance(seconds if self._may_advance else 0.0)
-            await give_way()  # the others get their turn, as in any sleep
+            await give_way()  # other tasks run, as in any sleep
             return
         future = asyncio.get_running_loop().create_future()
         self._count += 1
@@ -50,9 +50,9 @@ class FakeClock:
 
     @contextmanager
     def hurry(self, seconds: float, *, advance: bool = True) -> Iterator[None]:
-        """For the length of the block, let sleeps of up to so many seconds be over at once.
+        """Inside the block, end sleeps of at most ``seconds`` at once.
 
-        Time advances by as much, or with ``advance=False`` stands still.
+        Time advances by the length of the sleep, or stands still with ``advance=False``.
         """
         before = self._hurried, self._may_advance
         self._hurried, self._may_advance = seconds, advance
@@ -62,7 +62,7 @@ class FakeClock:
             self._hurried, self._may_advance = before
 
     def advance(self, duration: timedelta | float) -> None:
-        """Let time pass, for both clocks, and wake who has slept long enough."""
+        """Advance both clocks, and wake the sleepers that are due."""
         self.stall(duration)
         while self._sleepers and self._sleepers[0][0] <= self._steady:
             future = heapq.heappop(self._sleepers)[2]
@@ -70,7 +70,7 @@ class FakeClock:
                 future.set_result(None)
 
     def stall(self, duration: timedelta | float) -> None:
-        """Let time pass without waking anybody, as when the whole process is stopped for a while."""
+        """Advance both clocks without waking sleepers, as when the whole process is stopped for a while."""
         seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
         self._now += round(seconds * MICROSECONDS)
         self._steady += round(seconds * MICROSECONDS)

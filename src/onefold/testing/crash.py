@@ -1,8 +1,8 @@
 """Crash points: a real process, killed before and after every statement it sends to its database.
 
-The same work is done again and again, each time in a forked child that kills itself with SIGKILL at the next
-statement; after each death the parent opens the database, recovers and checks.  The loop ends when a child gets
-through alive, so that every point was tried, without anybody having listed them.
+The same scenario runs again and again, each time in a forked child that kills itself with SIGKILL one statement later
+than the child before; after each death the parent opens the database, recovers and checks.  The loop ends when a child
+finishes alive, so every point is tried without a list of points.
 
 ::
 
@@ -14,7 +14,7 @@ through alive, so that every point was tried, without anybody having listed them
         report = crash_points(act, recover)
         assert not report.failures, report
 
-Fork happens before anything is opened: neither ``act`` nor ``recover`` may use a connection made outside of them.
+The fork happens before anything is opened: ``act`` and ``recover`` must not use a connection made outside of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Literal, NoReturn
 
 from onefold.testing.checker import Journal
 
-#: A scenario with more points than this does not end, or is several scenarios.
+#: A scenario with more points than this does not end, or should be split.
 POINTS_MAX = 2_000
-#: A child that takes longer hangs, and is killed; that is a failure, not a crash point.
+#: A child that takes longer hangs; it is killed and counts as a failure, not as a crash point.
 CHILD_SECONDS_MAX = 30.0
 
 _DEATH = b"\0"
@@ -42,19 +42,19 @@ _DEATH = b"\0"
 class Point:
     """One run of the scenario."""
 
-    #: Counted from 1; the child dies at this statement event.
+    #: Counted from 1; the child dies before or after a statement, each of which counts as one event.
     number: int
-    #: What the child's clients asked for and were told before it died.
+    #: The requests that the child's clients made and the answers they got before it died.
     journal: Journal = field(default_factory=Journal)
-    #: Statements count only while this is true; a scenario may leave out what others have tried, such as opening.
+    #: Statements count only while this is true; a scenario may leave out those that others try, such as opening.
     armed: bool = True
-    #: Where it died, such as ``before COMMIT``; None when it got through alive.
+    #: Where the child died, such as ``before COMMIT``; None if it finished alive.
     died: str | None = None
     _seen: int = 0
     _pipe: int = -1
 
     def trace(self, when: Literal["before", "after"], statement: str) -> None:
-        """To be given to the stores of the child: counts their statements and ends the process at the right one."""
+        """Count the statement events of the child's stores, to which it is passed, and kill the process at one."""
         self._seen += self.armed
         if self.armed and self._seen == self.number:
             os.write(self._pipe, _DEATH + f"{when} {' '.join(statement.split())[:80]}\n".encode())
@@ -63,7 +63,7 @@ class Point:
 
 @dataclass(slots=True)
 class CrashReport:
-    """How many points there were, and what went wrong at which."""
+    """The number of points, and the failures with the points where they happened."""
 
     points: int = 0
     #: Where the children died, in the order of the points.
@@ -75,7 +75,7 @@ class CrashReport:
 
 
 Act = Callable[[Point], Awaitable[None]]
-#: Returns what is wrong, or something false; an exception is a failure too.
+#: Returns a description of the problem, or a false value; an exception counts as a failure too.
 Recover = Callable[[Point], Awaitable[object]]
 Prepare = Callable[[int], Awaitable[None]]
 
@@ -83,9 +83,9 @@ Prepare = Callable[[int], Awaitable[None]]
 def crash_points(
     act: Act, recover: Recover, *, prepare: Prepare | None = None, points_max: int = POINTS_MAX
 ) -> CrashReport:
-    """Kill ``act`` at each of its statements in turn, and let ``recover`` put things right and look at them.
+    """Kill ``act`` at each of its statements in turn, and let ``recover`` repair and check what is left.
 
-    ``prepare`` gets the number of the point and sets the scene for it; ``act`` runs in a child process and gives
+    ``prepare`` gets the number of the point and makes the database; ``act`` runs in a child process and passes
     ``point.trace`` to every store it opens; ``recover`` runs in this process after the child is gone.
     """
     report = CrashReport()
@@ -112,7 +112,7 @@ async def _awaited(awaitable: Awaitable[object]) -> object:
 
 
 def _run_child(act: Act, point: Point) -> None:
-    """Fork, run, and take down how it ended; only a child that got through or killed itself as planned is fine."""
+    """Fork, run ``act``, and record where it died; any end other than success or the planned kill is an error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -142,12 +142,12 @@ def _be_child(act: Act, point: Point, pipe: int) -> NoReturn:
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
-        # Neither the parent's buffers nor its exit handlers are this process's to run.
+        # Skip the exit handlers and the buffers inherited from the parent: they must run only there.
         os._exit(status)
 
 
 def _hear(pipe: int, child: int) -> bytes:
-    """Read what the child says until it is gone."""
+    """Read the child's output until it exits."""
     said = b""
     while True:
         if not select.select([pipe], [], [], CHILD_SECONDS_MAX)[0]:

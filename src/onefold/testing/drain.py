@@ -1,4 +1,4 @@
-"""Work until nothing is left to do, in as little real time as the handlers need."""
+"""Work until all messages are handled, in as little real time as the handlers need."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from onefold import limits
 from onefold.app import App
 from onefold.clock import MICROSECONDS, Clock
-from onefold.fleet import WorkerSettings
 from onefold.store import Query, Record, State
 from onefold.testing.clock import FakeClock
+from onefold.worker.settings import WorkerSettings
 
-#: More rounds than any sensible test needs; a message that snoozes for ever would otherwise never let it end.
+#: More rounds than a sensible test needs; without a limit a message that snoozes for ever would never let it end.
 ROUNDS_MAX = 200
-#: A failure names this many of the messages that are still alive.
+#: How many living messages a failure names.
 _NAMED_MAX = 5
 
 
@@ -22,12 +22,12 @@ async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> 
     """Handle every message and return how many were settled; the app must be open.
 
     On an app with a ``FakeClock`` time then advances to the next due message, and so on until no message is alive:
-    retries, delays and leases of dead workers cost no real time.  What is parked until somebody records or a person
-    acts is left as it is.
+    retries, delays and leases of dead workers cost no real time.  Messages parked until a signal, a child's end or an
+    operator wakes them are left as they are.
     With ``advance=False``, or on a real clock, it returns as soon as nothing is due.
     Raises ``AssertionError``, naming messages, when some are still alive after ``rounds`` rounds.
     """
-    clock = app._clock
+    clock = app.clock
     settled = 0
     fruitless = 0
     for _ in range(rounds):
@@ -42,7 +42,7 @@ async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> 
             return settled
         waits = [_seconds_until(record, clock.now()) for record in alive]
         if fruitless and min(waits) == 0:
-            # They are due and wait at a gate: for a token, or for one who is not due yet.
+            # They are due but held at a gate, by a rate or by an earlier message of their line that is not due yet.
             later = min((wait for wait in waits if wait > 0), default=limits.DAY)
             clock.advance(min(later, limits.POLL_SECONDS * 2 ** min(fruitless, 16)))
         else:
@@ -51,12 +51,12 @@ async def drain(app: App, *, advance: bool = True, rounds: int = ROUNDS_MAX) -> 
 
 
 def _settings(queues: Iterable[str]) -> WorkerSettings:
-    """Work like ``app.work(until_idle=True)``, without purging: a test looks at what is left of its messages."""
+    """Work like ``app.work(until_idle=True)``, but without purging, so that a test can check its messages."""
     return WorkerSettings("drain", sorted(queues), until_idle=True, alone=False)
 
 
 def _hurrying(clock: Clock, *, advance: bool) -> AbstractContextManager[None]:
-    """While it works, let short waits be over at once: a step that is retried in place would wait for ever."""
+    """End short sleeps at once while the worker runs; a step retried in place would otherwise sleep for ever."""
     if isinstance(clock, FakeClock):
         return clock.hurry(limits.RETRY_IN_PLACE_SECONDS, advance=advance)
     return nullcontext()
@@ -80,7 +80,7 @@ async def _alive(app: App) -> list[Record]:
 
 
 def _seconds_until(record: Record, now: int) -> float:
-    """How long until somebody may claim it; when a lease runs out is the store's secret, so wait a whole one."""
+    """Return the time until the message can be claimed; the end of a lease is not shown, so assume a whole lease."""
     if record.state is State.LEASED:
         return limits.LEASE
     return max(0.0, (record.envelope.due_at - now) / MICROSECONDS)

@@ -1,4 +1,4 @@
-"""A store that breaks where a test says so, to prove that what stands on it does not."""
+"""A store that fails where a test says so, to prove that the code above it copes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from onefold import limits
 from onefold.clock import Clock, SystemClock
-from onefold.envelope import Envelope
 from onefold.errors import StoreUnavailableError
-from onefold.gate import NO_GATINGS, Gating
-from onefold.step import Step
+from onefold.message.envelope import Envelope
 from onefold.store import (
     KEEP,
     Act,
@@ -39,16 +37,18 @@ from onefold.store import (
     Stored,
     Transaction,
 )
+from onefold.store.gates import NO_GATINGS, Gating
+from onefold.store.journal_lines import Line
 from onefold.testing.clock import FakeClock
 
 Answer = TypeVar("Answer")
 
-#: Longer sleeps than this wait for somebody to advance the clock, as on any ``FakeClock``.
+#: Longer sleeps than this wait until the test advances the clock, as on any ``FakeClock``.
 _HASTE_SECONDS = 5.0
 
 
 class HastyClock(FakeClock):
-    """A clock of the test's own on which short back-offs are over at once; long waits still wait for ``advance``."""
+    """A fake clock on which short sleeps end at once; longer ones still wait for ``advance``."""
 
     async def sleep(self, seconds: float) -> None:
         if seconds >= _HASTE_SECONDS:
@@ -57,29 +57,29 @@ class HastyClock(FakeClock):
         self.advance(seconds)
         turn = asyncio.Event()
         asyncio.get_running_loop().call_soon(turn.set)
-        await turn.wait()  # the others get their turn, as in any sleep
+        await turn.wait()  # other tasks run, as in any sleep
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one call.
+    """One fault, in one call.
 
-    ``refuse``: the store cannot be reached, nothing is done.  ``lose``: it is done, but the answer never arrives.
+    ``refuse``: the store cannot be reached and does nothing.  ``lose``: the call is done, but its answer is lost.
     ``delay``: it is done ``seconds`` later.  ``kill``, ``kill after``: the process dies before or after it is done.
     """
 
     kind: Literal["refuse", "lose", "delay", "kill", "kill after"]
-    #: Which call, counted from 1: of this verb, or of any.
+    #: Which call fails, counted from 1 over the calls of this verb, or of any verb.
     at: int = 1
     verb: str | None = None
     seconds: float = 0.0
 
 
 class FaultyStore:
-    """A store whose calls go wrong as planned; every other call goes through.
+    """A store whose calls fail as planned; every other call goes through.
 
-    The verbs are those of ``Store`` and, inside a transaction, ``begin``, ``commit`` and ``transaction.`` before those
-    of ``Transaction``.  ``open``, ``close``, ``migrate`` and rolling back always work and are not counted.
+    The verbs are those of ``Store`` and, inside a transaction, ``begin``, ``commit`` and those of ``Transaction`` with
+    ``transaction.`` before them.  ``open``, ``close``, ``migrate`` and rollbacks always work and are not counted.
     """
 
     def __init__(self, store: Store, plan: Sequence[Fault] = (), *, clock: Clock | None = None) -> None:
@@ -87,14 +87,14 @@ class FaultyStore:
         self._plan = tuple(plan)
         self._clock = clock or SystemClock()
         self._counts: Counter[str] = Counter()
-        #: Every call so far, by verb, in order.
+        #: The verb of every call so far, in order.
         self.calls: list[str] = []
         #: The faults that have happened.
         self.fired: list[Fault] = []
 
     @property
     def clock(self) -> Clock | None:
-        """The clock of the store behind it."""
+        """The clock of the real store."""
         return getattr(self._store, "clock", None)
 
     @property
@@ -102,7 +102,7 @@ class FaultyStore:
         return self._store.capabilities
 
     async def before(self, verb: str) -> Fault | None:
-        """Count one call and do what is planned before it; returns the fault that is still to come after it."""
+        """Count one call and cause the fault planned before it; return the fault still to come after it."""
         self.calls.append(verb)
         self._counts[verb] += 1
         for fault in self._plan:
@@ -120,7 +120,7 @@ class FaultyStore:
         return None
 
     def after(self, verb: str, fault: Fault | None) -> None:
-        """Do what is planned after a call that was made."""
+        """Cause the fault planned after a call."""
         if fault is None:
             return
         if fault.kind == "kill after":
@@ -128,7 +128,7 @@ class FaultyStore:
         raise StoreUnavailableError(f"a planned fault: the answer to {verb} was lost")
 
     async def call(self, verb: str, make: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Make one call, with the faults planned for it."""
+        """Make one call with the faults planned for it."""
         fault = await self.before(verb)
         answer = await make()
         self.after(verb, fault)
@@ -141,7 +141,7 @@ class FaultyStore:
         await self._store.close()
 
     def twin(self) -> Store | None:
-        """Return None: faults are planned for the calls that are counted here."""
+        """Return None, because calls on another store would not be counted here."""
         return None
 
     async def migrate(self) -> list[str]:
@@ -207,10 +207,10 @@ class FaultyStore:
     async def find(self, query: Query) -> list[Record]:
         return await self.call("find", lambda: self._store.find(query))
 
-    async def record(self, owner: Fenced | str, steps: Sequence[Step]) -> list[Step]:
+    async def record(self, owner: Fenced | str, steps: Sequence[Line]) -> list[Line]:
         return await self.call("record", lambda: self._store.record(owner, steps))
 
-    async def steps(self, message_id: str) -> list[Step]:
+    async def steps(self, message_id: str) -> list[Line]:
         return await self.call("steps", lambda: self._store.steps(message_id))
 
     async def attempts(self, message_id: str) -> list[Attempt]:
@@ -256,7 +256,7 @@ class FaultyTransaction:
         return await self._store.call("transaction.settle", lambda: self._opened.settle(settlements))
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
-        # It stands for two verbs, and faults planned for either hit it.
+        # The call stands for two verbs, and a fault planned for either of them hits it.
         settle = await self._store.before("transaction.settle")
         commit = await self._store.before("commit")
         self.concluded = True
@@ -264,10 +264,10 @@ class FaultyTransaction:
         self._store.after("transaction.settle", settle)
         self._store.after("commit", commit)
 
-    async def record(self, owner: Fenced | str, steps: Sequence[Step], *, act: Act | None = None) -> list[Step]:
+    async def record(self, owner: Fenced | str, steps: Sequence[Line], *, act: Act | None = None) -> list[Line]:
         return await self._store.call("transaction.record", lambda: self._opened.record(owner, steps, act=act))
 
-    async def rewind(self, message_id: str, step: str, act: Act) -> list[Step]:
+    async def rewind(self, message_id: str, step: str, act: Act) -> list[Line]:
         return await self._store.call("transaction.rewind", lambda: self._opened.rewind(message_id, step, act))
 
     async def lock(self, ids: Sequence[str]) -> dict[str, State]:
@@ -289,5 +289,5 @@ class FaultyTransaction:
 
 
 def _kill_this_process() -> None:
-    """End at once, as by ``kill -9``: no handler, no flush, no goodbye."""
+    """End at once, as by ``kill -9``: no handler runs and no buffer is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What a store should do, in plain Python and without any SQL: the reference a real one is compared with.
+"""A model of a store in plain Python, without SQL: the reference with which real stores are compared.
 
-It knows the rules and not the numbers: which fence a store gives is the store's affair, as long as it rises.
-A lease that ran out but was not claimed again is in between: a store may show it as leased or as scheduled.
+It knows the rules and not the numbers: a store may choose any fences that rise.
+A lease that ran out and was not claimed again may be shown as leased or as scheduled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.envelope import Envelope
+from onefold.message.envelope import Envelope
 from onefold.store import Again, Dead, Done, HandBack, Lease, Outcome, Parked, PutOptions, Record, State, Stored
 
 IDEMPOTENCY, DEDUPLICATION = "idempotency", "deduplication"
@@ -26,7 +26,7 @@ class Message:
     state: State = State.SCHEDULED
     #: The highest fence seen; the store must never show a lower one.
     fence: int = 0
-    #: The fence of whoever may settle it, None when nobody may.
+    #: The fence of the lease that may settle it; None if no lease may.
     holder: int | None = None
     lease_until: int = 0
     claimed: bool = False
@@ -37,17 +37,17 @@ class Message:
     body_until: int = 0
     body: bool = True
     result: bytes | None = None
-    #: How much others have recorded, at how much it is due while parked, and the signals among it.
+    #: The number of lines that others recorded, the number at which it is woken, and the names of its signals.
     wake: int = 0
     wake_target: int = 0
     told: set[str] = field(default_factory=set)
 
     def allows(self, record: Record, now: int) -> bool:
-        """Whether this is what the store may show of it now; remembers the fence."""
+        """Whether the store may show this of the message now; remembers the fence."""
         between = self.state is State.LEASED and self.lease_until <= now
         state = record.state in (State.LEASED, State.SCHEDULED) if between else record.state is self.state
         shown = (record.attempt, record.replay_count, record.kept_until, record.result)
-        # A result whose window is over is not shown, whether or not it is still there.
+        # A result is hidden once its window is over, whether or not a purge has removed it.
         result = self.result if self.kept_until is None or self.kept_until > now else None
         body = (record.envelope.payload_inline is not None) is self.body
         risen, self.fence = record.fence >= self.fence, max(self.fence, record.fence)
@@ -72,7 +72,7 @@ class Model:
     # put
 
     def put(self, e: Envelope, options: PutOptions) -> Stored:
-        """Answer as the table of the second send says; the idempotency key is asked first."""
+        """Answer as the table of the second send says; the idempotency key is looked up first."""
         named = [(IDEMPOTENCY, e.idempotency_key)] if e.keyed else []
         named += [(DEDUPLICATION, e.deduplication_key)] if e.deduplication_key is not None else []
         for kind, key in named:
@@ -94,7 +94,7 @@ class Model:
         return Stored(e.id, self.messages[e.id].state)
 
     def _held(self, kind: str, key: str, by: str) -> _Key | None:
-        """Return the key if somebody still has it."""
+        """Return the key if a message still holds it."""
         held = self.keys.get((kind, key))
         if held is None or held.message_id not in self.messages:
             return None
@@ -110,7 +110,7 @@ class Model:
     # claim
 
     def claimable(self) -> list[Message]:
-        """Return what a claim may take, the longest due first."""
+        """Return the messages that a claim may take, the longest due first."""
         return sorted((m for m in self.messages.values() if self._free(m)), key=lambda m: m.due_at)
 
     def _free(self, m: Message) -> bool:
@@ -119,7 +119,7 @@ class Model:
         return m.state in (State.SCHEDULED, State.PARKED) and m.due_at <= self.now
 
     def claim(self, leases: Sequence[Lease], limit: int, seconds: float) -> None:
-        """Check that a claim of the store was right, and follow it; which of two equally due goes first is free."""
+        """Check the messages of a claim, and apply it; any order among equally due messages is right."""
         free = self.claimable()
         taken = [self.messages[lease.id] for lease in leases]
         assert len(leases) == min(limit, len(free)) == len({lease.id for lease in leases})
@@ -132,7 +132,7 @@ class Model:
             m.lease_until = self.now + round(seconds * MICROSECONDS)
 
     def extend(self, lease: Lease, held: bool, seconds: float) -> None:
-        """Follow an extension; one of a lease that ran out may succeed or not as long as nobody took it over."""
+        """Check and apply an extension; it may fail if the lease ran out, and must fail if it was taken over."""
         m = self.messages.get(lease.id)
         holds = m is not None and m.holder == lease.fence
         if m is None or not holds or m.lease_until > self.now:
@@ -143,7 +143,7 @@ class Model:
     # settle
 
     def settle(self, lease: Lease, outcome: Outcome) -> bool:
-        """Say whether it wins, and follow it if so."""
+        """Return whether the lease may settle, and apply the outcome if so."""
         m = self.messages.get(lease.id)
         if m is None or m.holder != lease.fence:
             return False
@@ -183,13 +183,13 @@ class Model:
             m.state, m.due_at = State.SCHEDULED, min(m.due_at, self.now)
 
     def tell(self, id_: str, signal: str) -> bool:
-        """Let somebody record a signal; says whether the message is there to be told."""
+        """Record a signal of another message; return whether the message exists and may be signalled."""
         m = self.messages.get(id_)
         if m is None or (m.state.ended and m.state is not State.DEAD):
             return False
         if signal not in m.told:
             m.told.add(signal)
-            # A message that is redriven begins to count anew.
+            # A redriven message starts its count anew.
             m.wake += not m.state.ended
             self._wake(m)
         return True
@@ -197,7 +197,7 @@ class Model:
     # operators
 
     def redrive(self, id_: str) -> bool:
-        """Reopen a dead letter whose body and key are still to be kept, or let a parked message go on."""
+        """Reopen a dead letter within its retention, or wake a parked message."""
         m = self.messages.get(id_)
         if m is not None and m.state is State.PARKED:
             m.state, m.due_at, m.fence = State.SCHEDULED, min(m.due_at, self.now), m.fence + 1
@@ -210,7 +210,7 @@ class Model:
         return True
 
     def discard(self, id_: str) -> bool:
-        """Close a dead letter for good; its key is free."""
+        """Close a dead letter for good, which frees its key."""
         m = self.messages.get(id_)
         if m is None or m.state is not State.DEAD:
             return False
@@ -218,7 +218,7 @@ class Model:
         return True
 
     def cancel(self, id_: str) -> bool:
-        """Take a living message back; its key is free if it was never claimed."""
+        """Cancel a living message; its key is free if it was never claimed."""
         m = self.messages.get(id_)
         if m is None or m.state.ended:
             return False
@@ -227,7 +227,7 @@ class Model:
         return True
 
     def purge(self) -> None:
-        """Remove everything that has outlived its time."""
+        """Remove everything past its retention."""
         for id_, m in list(self.messages.items()):
             if m.kept_until is not None and m.kept_until <= self.now:
                 del self.messages[id_]

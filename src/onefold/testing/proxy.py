@@ -7,7 +7,7 @@ It stands between a client and a real server, in the event loop of the test::
         …
         await proxy.switch("blackhole")
 
-It passes bytes on and understands none of them, so it serves every protocol over TCP.
+It forwards bytes without interpreting them, so it serves every protocol over TCP.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from onefold.clock import MICROSECONDS, Clock, SystemClock
 Mode = Literal["pass", "hold", "blackhole", "one-way", "latency", "trickle", "reset", "refuse"]
 
 _CHUNK = 65_536
-#: On "trickle", so many bytes of a reply arrive at a time.
+#: The bytes of a reply that arrive at a time in the mode "trickle".
 _DROP = 16
-#: Closing with this setting sends a reset instead of a goodbye.
+#: Closing a socket with this setting sends a reset instead of a FIN.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Carries connections to one server, as long as its block lasts.
+    """Carries connections to one server for the length of its block.
 
-    ``pass``: as if it were not there.
+    ``pass``: everything is forwarded.
     ``hold``: every byte is held back, in both directions, and arrives when the mode changes, as after a partition.
-    ``blackhole``: connections are accepted and every byte is swallowed, in both directions.
+    ``blackhole``: connections are accepted and every byte is dropped, in both directions.
     ``one-way``: requests arrive, replies do not.
-    ``latency``: every reply comes ``seconds`` later.  ``trickle``: replies come in drops, ``seconds`` apart.
-    ``reset``: whoever is or gets connected is reset.  ``refuse``: nobody listens; who is connected stays so.
+    ``latency``: replies come ``seconds`` later.  ``trickle``: replies come a few bytes at a time, ``seconds`` apart.
+    ``reset``: open and new connections are reset.  ``refuse``: new connections are refused; open ones stay.
 
-    A connection that lost bytes carries none ever after: neither side is told, as when a firewall forgot about it.
+    A connection that lost bytes carries none from then on: neither side notices, as when a firewall forgot about it.
     """
 
     def __init__(self, host: str, port: int, *, clock: Clock | None = None) -> None:
         self.mode: Mode = "pass"
         self.port = 0
-        #: When somebody connected, on the steady clock; who is refused does not get so far.
+        #: When each connection was made, on the steady clock; refused connections do not count.
         self.connected_at: list[int] = []
         self._target = (host, port)
         self._clock = clock or SystemClock()
         self._seconds = 0.0
         self._server: asyncio.Server | None = None
         self._pairs: set[_Pair] = set()
-        #: The tasks of all connections, also of those that are over: without a reference they could be collected
-        #: before they were woken a last time.
+        #: The tasks of all connections, including closed ones: without a reference a task could be collected before
+        #: it has finished.
         self.tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._losing_next: Literal["request", "reply"] | None = None
@@ -73,13 +73,13 @@ class Proxy:
             await pair.close()
 
     def through(self, url: str) -> str:
-        """Return the URL of the server as it is reached through this proxy."""
+        """Return the URL of the server with the proxy's address."""
         parts = urlsplit(url)
         user, at, _ = parts.netloc.rpartition("@")
         return parts._replace(netloc=f"{user}{at}127.0.0.1:{self.port}").geturl()
 
     async def switch(self, mode: Mode, *, seconds: float = 0.0) -> None:
-        """Change how the network behaves, from the next byte on, for old and new connections."""
+        """Change the mode, from the next byte on, for open and new connections."""
         self.mode, self._seconds = mode, seconds
         self._changed.set()
         self._changed = asyncio.Event()
@@ -91,25 +91,25 @@ class Proxy:
             self.cut()
 
     def cut(self) -> None:
-        """Reset every connection there is; new ones are not affected."""
+        """Reset every open connection; new ones are not affected."""
         for pair in list(self._pairs):
             pair.reset()
 
     def lose_next_request(self) -> None:
-        """Swallow the next request on whichever connection, and reset that connection."""
+        """Swallow the next request on any connection, and reset that connection."""
         self._losing_next = "request"
 
     def lose_next_reply(self) -> None:
-        """Carry the next request to the server, wait until it was answered, swallow the answer, reset the client."""
+        """Carry the next request to the server, wait for the reply, swallow it and reset the connection."""
         self._losing_next = "reply"
 
     @property
     def losing(self) -> bool:
-        """Whether something that is to be lost has not been lost yet."""
+        """Whether a request or reply that is to be lost has not been lost yet."""
         return self._losing_next is not None or any(pair.losing for pair in self._pairs)
 
     def busiest_second(self) -> int:
-        """Return how many connections were made within one second, in the second with the most of them."""
+        """Return the largest number of connections made within one second."""
         at = self.connected_at
         return max((sum(start <= other < start + MICROSECONDS for other in at) for start in at), default=0)
 
@@ -132,7 +132,7 @@ class Proxy:
         pair.start(pair.swallow(reader) if self.mode == "blackhole" else pair.carry(*self._target))
 
     def forget(self, pair: _Pair) -> None:
-        """A connection is over."""
+        """Remove a closed connection."""
         self._pairs.discard(pair)
 
     async def before_request(self) -> None:
@@ -147,7 +147,7 @@ class Proxy:
             await self._clock.sleep(self._seconds)
 
     async def deliver(self, data: bytes, writer: asyncio.StreamWriter) -> None:
-        """Hand a reply over, drop by drop if need be."""
+        """Forward a reply, in small parts if the mode says so."""
         if self.mode != "trickle":
             writer.write(data)
             await writer.drain()
@@ -158,22 +158,22 @@ class Proxy:
             await self._clock.sleep(self._seconds)
 
     def take_losing(self) -> Literal["request", "reply"] | None:
-        """Say what is to be lost of the request at hand, once."""
+        """Return whether the current request or its reply is to be lost, and reset that."""
         losing, self._losing_next = self._losing_next, None
         return losing
 
 
 class _Pair:
-    """A client's connection and the one to the server that belongs to it."""
+    """A client's connection and the matching one to the server."""
 
     def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._proxy = proxy
         self._reader = reader
         self._writers = [writer]
         self._tasks: list[asyncio.Task[None]] = []
-        #: Bytes towards the server, or towards the client, were lost; the rest would make no sense.
+        #: Bytes to the server, or to the client, were lost; the rest of the stream would be garbage.
         self._requests_lost = self._replies_lost = False
-        #: The next reply is to be swallowed, and then both ends are cut off.
+        #: The next reply is swallowed, and then both ends are reset.
         self.losing = False
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -193,7 +193,7 @@ class _Pair:
         self.start(self._replies(reader))
 
     async def swallow(self, reader: asyncio.StreamReader) -> None:
-        """Read and forget, until the other side gives up; who is at the far end is not told."""
+        """Read and drop bytes until this side closes; the other side does not notice."""
         with contextlib.suppress(OSError):
             while await reader.read(_CHUNK):
                 pass
@@ -236,16 +236,16 @@ class _Pair:
             self._part()
 
     def _part(self) -> None:
-        """One side has gone: the other is told after it got what was sent before."""
+        """Close both connections after one side has closed, once the bytes sent before have been forwarded."""
         for writer in self._writers:
             writer.close()
         self._proxy.forget(self)
 
     def reset(self) -> None:
-        """End both connections without a goodbye."""
+        """Abort both connections with a reset."""
         self.losing = False
         for writer in self._writers:
-            # uvloop knows no socket of a transport that is closed already.
+            # uvloop returns no socket for a transport that is already closed.
             if (connected := writer.get_extra_info("socket")) is not None:
                 with contextlib.suppress(OSError):
                     connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)

@@ -2,9 +2,9 @@
 
 It finds the binaries, runs them as an ordinary user even when the caller is root, and cleans up after itself.
 It keeps ``fsync`` on, because a crash test against a server that does not sync proves nothing.
-It asks for a password, drawn anew for each cluster and part of its URLs: other users of the machine reach its port too,
-and a superuser of PostgreSQL may run programs as the user that the server runs as.
-It deliberately knows nothing about onefold's schema: what is inside a database is the test's business.
+It requires a password, drawn anew for each cluster and part of its URLs, because other users of the machine can reach
+the port too, and a superuser of PostgreSQL may run programs as the user that the server runs as.
+It deliberately knows nothing about onefold's schema: the test decides what is inside a database.
 
 Needs the ``postgres`` extra.
 """
@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, LiteralString, Self
@@ -31,18 +32,19 @@ from psycopg import sql
 
 from onefold.clock import system_random
 
-#: Seconds between two looks at a server that is starting.
+#: Seconds between two checks of whether a starting server answers.
 POLL_SECONDS = 0.05
-#: Looks before a start counts as failed: thirty seconds, ample for crash recovery of a test database.
+#: Checks before a start counts as failed: thirty seconds, ample for crash recovery of a test database.
 POLLS_MAX = 600
-#: Launches before giving up: another process may take the port, or a killed backend linger on shared memory.
+#: Launches before giving up: another process may take the port, or a killed backend may still hold shared memory.
 LAUNCHES_MAX = 10
-#: Connections a server takes: several apps, each with pools of its own, meet in one test.
+#: Connections a server accepts: several apps, each with its own pools, meet in one test.
 CONNECTIONS_MAX = 200
 #: Seconds a fast shutdown may take before the server is killed.
 STOP_SECONDS = 20
-#: Where a server's directory is made: short, because the path of a Unix socket has room for 100 bytes.
-SHORT_DIRECTORY = "/tmp"
+#: Where a server's directory is made if the path of the usual temporary directory is longer than the second figure: the
+#: path of a Unix socket has room for 100 bytes.
+SHORT_DIRECTORY, DIRECTORY_BYTES_MAX = "/tmp", 60
 
 _NAMESPACE = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 
@@ -50,7 +52,7 @@ _NAMESPACE = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 def find_postgres() -> Path | None:
     """Return the directory with ``postgres`` and ``initdb``, or None if this machine has none.
 
-    ``ONEFOLD_POSTGRES_BIN`` wins and must be right; then the wheel, the distribution's directories, PATH.
+    ``ONEFOLD_POSTGRES_BIN``, if set, must be right; else the wheel, the distribution's directories, PATH.
     """
     named = os.environ.get("ONEFOLD_POSTGRES_BIN")
     if named:
@@ -75,6 +77,7 @@ def _is_complete(directory: Path) -> bool:
     return all(os.access(directory / name, os.X_OK) for name in ("postgres", "initdb"))
 
 
+@cache
 def _version(directory: Path) -> tuple[int, ...]:
     # "postgres (PostgreSQL) 18.4 (Debian 18.4-1)"; a "19beta1" has no number yet and sorts as the oldest.
     said = subprocess.run([directory / "postgres", "--version"], capture_output=True, text=True, check=True)
@@ -109,9 +112,9 @@ class PostgresServer:
         self.stop()
 
     def start(self) -> None:
-        """Make a new cluster and serve it: afterwards it accepts connections, or nothing of it is left."""
+        """Make a cluster and start its server: afterwards it accepts connections, or process and files are gone."""
         assert self._directory is None, "already started; use restart()"
-        self._directory = Path(tempfile.mkdtemp(prefix="onefold-", dir=SHORT_DIRECTORY))
+        self._directory = Path(tempfile.mkdtemp(prefix="onefold-", dir=_short_directory()))
         try:
             self._initialise()
             for _ in range(LAUNCHES_MAX):
@@ -124,7 +127,7 @@ class PostgresServer:
             raise
 
     def restart(self) -> None:
-        """Serve the same data on the same port again, after it was ended, or after a clean shutdown made here."""
+        """Start the server again with the same data and port; shut it down first if it still runs."""
         self.shut_down()
         for _ in range(LAUNCHES_MAX):
             if self._launch():
@@ -137,8 +140,8 @@ class PostgresServer:
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
-        # Backends leave the server's process group, so they are named one by one.
-        # A stopped server forks no more: the children seen now are all there are.
+        # Backends leave the server's process group, so each is killed by its process id.
+        # A stopped server forks no more, so the children seen now are all there are.
         process.send_signal(signal.SIGSTOP)
         for child in children_of(process.pid):
             with suppress(ProcessLookupError):
@@ -154,10 +157,10 @@ class PostgresServer:
             self._directory = None
 
     def shut_down(self, mode: Literal["fast", "immediate"] = "fast") -> None:
-        """End the server the way an administrator does; the data stay for ``restart()``.
+        """End the server as an administrator does; the data stay for ``restart()``.
 
-        ``fast`` ends every session, rolls back what was open and writes everything down (SIGINT).
-        ``immediate`` lets everything drop, and the next start recovers as after a crash (SIGQUIT).
+        ``fast`` ends every session, rolls back open transactions and writes a checkpoint (SIGINT).
+        ``immediate`` ends without a checkpoint, and the next start recovers as after a crash (SIGQUIT).
         """
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT if mode == "fast" else signal.SIGQUIT)
@@ -167,21 +170,25 @@ class PostgresServer:
 
     @property
     def pid(self) -> int:
-        """The server's first process, whose children are the backends."""
+        """The server's first process, the parent of the backends."""
         assert self._process is not None, "not started"
         return self._process.pid
 
     def url(self, database: str = "postgres") -> str:
-        """Name a database of this server the way every client understands, with its password."""
+        """Return the URL of a database of this server, with its password."""
         return f"postgresql://postgres:{self._password}@127.0.0.1:{self.port}/{database}"
 
-    def create_database(self, name: str, *, template: str = "template1") -> str:
-        """Create a database as a copy of the template, to which nobody may be connected; return its URL."""
-        self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
+    def create_database(self, name: str, *, template: str = "template1", by_files: bool = False) -> str:
+        """Create a database as a copy of the template, which must have no connections; return its URL.
+
+        ``by_files`` copies files instead of logging pages: two checkpoints, which are quick where syncs are.
+        """
+        strategy: LiteralString = " STRATEGY FILE_COPY" if by_files and _version(self.binaries) >= (15,) else ""
+        self._execute("CREATE DATABASE {} TEMPLATE {}" + strategy, name, template)
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
-        """Remove a database, ending whatever is still connected to it; one that is not there is fine."""
+        """Remove a database and end the sessions connected to it; a missing one is no error."""
         self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", name)
 
     def _execute(self, statement: LiteralString, *names: str) -> None:
@@ -189,15 +196,18 @@ class PostgresServer:
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
     def _initialise(self) -> None:
-        # In a file, because every user of the machine sees the arguments of a program.
+        # In a file, because every user of the machine can read the arguments of a program.
         with self._secret("password", self._password) as file:
             options = ["--no-sync", "-A", "scram-sha-256", f"--pwfile={file}", "-E", "UTF8", "--no-locale"]
+            if _version(self.binaries) >= (16,):
+                # Iterations make guessing slow; a password of 128 random bits is not guessed, and each costs a login.
+                options.append("-cscram_iterations=1")
             if self._spawn("initdb", *options, "-U", "postgres").wait() != 0:
                 raise RuntimeError(f"initdb failed:\n{self._log()}")
 
     @contextmanager
     def _secret(self, name: str, text: str) -> Iterator[Path]:
-        """Have a text in a file that only the server's user may read, for the length of the block."""
+        """For the length of the block, keep a text in a file that only the server's user may read."""
         path = self._path(name)
         path.touch(mode=0o600)
         path.write_text(text)
@@ -213,7 +223,7 @@ class PostgresServer:
         options = ["-h127.0.0.1", f"-p{self.port}", f"-k{directory}", f"-N{CONNECTIONS_MAX}"]
         options += [f"-c{name}={value}" for name, value in self._settings.items()]
         self._process = self._spawn("postgres", *options)
-        # Asked through its own Unix socket: on the port, a stranger that was quicker might answer.
+        # Through the server's own Unix socket: on the port another user's server might answer.
         address = f"host={directory} port={self.port} user=postgres connect_timeout=2"
         for _ in range(POLLS_MAX):
             if self._process.poll() is not None:
@@ -225,7 +235,7 @@ class PostgresServer:
         return False
 
     def _spawn(self, program: str, *options: str) -> subprocess.Popen[bytes]:
-        """Run a program on the data, in a session of its own, and never as root, which PostgreSQL refuses."""
+        """Run a program on the data, in its own session, and never as root, which PostgreSQL refuses."""
         command = [str(self.binaries / program), "-D", str(self._path("data")), *options]
         identity: dict[str, Any] = {}
         if user := self._user():
@@ -240,7 +250,8 @@ class PostgresServer:
 
     def _user(self) -> pwd.struct_passwd | None:
         """Return the user that the server runs as, if it is not the caller."""
-        return pwd.getpwnam("nobody") if os.geteuid() == 0 and not _has_namespaces() else None
+        ordinary = "nobody"  # a user that every Unix system has
+        return pwd.getpwnam(ordinary) if os.geteuid() == 0 and not _has_namespaces() else None
 
     def _path(self, name: str = "") -> Path:
         assert self._directory is not None, "not started"
@@ -251,7 +262,7 @@ class PostgresServer:
 
 
 class PostgresStandby(PostgresServer):
-    """A copy of another server that follows it; synchronously if that one's settings name ``standby``."""
+    """A copy that follows another server; synchronously if that server's settings name ``standby``."""
 
     def __init__(self, primary: PostgresServer) -> None:
         super().__init__(primary.binaries)
@@ -264,15 +275,20 @@ class PostgresStandby(PostgresServer):
             source = ["-d", f"{follows} passfile={file}", "--checkpoint=fast", "--no-sync"]
             if self._spawn("pg_basebackup", *source).wait() != 0:
                 raise RuntimeError(f"pg_basebackup failed:\n{self._log()}")
-        # Not as an argument of the server, which every user of the machine sees.
+        # Not as an argument of the server, which every user of the machine can read.
         with self._path("data/postgresql.auto.conf").open("a") as settings:
             settings.write(f"primary_conninfo = '{follows} password={self._password} application_name=standby'\n")
         self._path("data/standby.signal").touch()
 
     def promote(self) -> None:
-        """Make it a primary; afterwards it takes writes."""
+        """Make the standby a primary; afterwards it accepts writes."""
         with psycopg.connect(self.url(), autocommit=True) as connection:
             connection.execute("SELECT pg_promote()")
+
+
+def _short_directory() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual.encode()) <= DIRECTORY_BYTES_MAX else SHORT_DIRECTORY
 
 
 def _free_port() -> int:
@@ -283,7 +299,7 @@ def _free_port() -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """List a process's children; where the system does not tell, they notice their server's death soon."""
+    """List a process's children; none where the system cannot, since backends soon notice the death of their server."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -291,7 +307,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _has_namespaces() -> bool:
-    """Say whether an ordinary user can be simulated here; containers may forbid it."""
+    """Whether an ordinary user can be simulated here; containers may forbid it."""
     try:
         return subprocess.run([*_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
     except OSError:

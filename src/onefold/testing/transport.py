@@ -1,4 +1,4 @@
-"""A broker in memory, for tests of programs that receive and relay: as forgetful and as repetitive as real ones."""
+"""A broker in memory, for tests of programs that receive and relay; like real brokers it forgets and repeats."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold import limits
+from onefold.brokers.transport import Delivery, TransportCapabilities, read
 from onefold.clock import give_way
-from onefold.envelope import Envelope, to_json
 from onefold.errors import TransportUnavailableError
-from onefold.transport import Delivery, TransportCapabilities, read
+from onefold.message.envelope import Envelope, to_json
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class _Entry:
 
 
 class MemoryTransport:
-    """Keeps what is published until it is acknowledged; dies with its process.
+    """Keeps published messages until they are acknowledged; they are lost with the process.
 
-    ``away`` has every call fail as if the broker could not be reached, and ``calls`` counts those that were made.
-    Leases do not run out by themselves: ``expire`` lets all of them, so that what was not acknowledged comes again.
+    While ``away`` is set every call fails as if the broker could not be reached; ``calls`` counts the calls made.
+    Leases do not run out by themselves: ``expire`` ends them all, so that unacknowledged messages are delivered again.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class MemoryTransport:
             self.add(one.queue, to_json(one))
 
     async def pull(self, source: str, *, limit: int, lease: float) -> list[Delivery]:
-        """See ``Transport.pull``.  It does not wait."""
+        """See ``Transport.pull``.  Returns at once."""
         await self._answer("pull")
         found: list[Delivery] = []
         for place, entry in enumerate(self._streams[source]):
@@ -76,7 +76,7 @@ class MemoryTransport:
             self._streams[one.source][one.handle].acked = True
 
     async def nack(self, deliveries: Sequence[Delivery], *, delay: float) -> None:
-        """See ``Transport.nack``.  They come again at once."""
+        """See ``Transport.nack``.  The messages come again at once."""
         await self._answer("nack")
         for one in deliveries:
             self._streams[one.source][one.handle].held = False
@@ -87,7 +87,7 @@ class MemoryTransport:
         if self.away:
             raise TransportUnavailableError("the broker in memory is away")
 
-    # what a test does
+    # for tests
 
     def add(self, stream: str, body: bytes) -> None:
         """Add an entry of any kind."""
@@ -100,9 +100,9 @@ class MemoryTransport:
                 entry.held = False
 
     def bodies(self, stream: str) -> list[bytes]:
-        """Return everything that was ever published to a stream, in order."""
+        """Return the body of every message ever published to a stream, in order."""
         return [entry.body for entry in self._streams[stream]]
 
     def waiting(self, stream: str) -> int:
-        """Return how many entries of a stream nobody has acknowledged."""
+        """Return how many entries of a stream are not acknowledged."""
         return sum(not entry.acked for entry in self._streams[stream])

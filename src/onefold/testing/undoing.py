@@ -1,4 +1,4 @@
-"""Try every undo of a saga: after every step, whether that took effect or not, and each of them twice."""
+"""Try every undo of a saga: after every step, whether the step took effect or not, and each undo twice."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 from onefold.app import App
 from onefold.errors import Reject, Snooze
-from onefold.status import SagaRecord, SagaStatus
-from onefold.step import UNDO_PREFIX
-from onefold.task import Call
+from onefold.store.journal_lines import UNDO_PREFIX
+from onefold.tasks.task import Call
 from onefold.testing.drain import drain
+from onefold.workflows.saga_status import SagaRecord, SagaStatus
 
-#: Longer than a retry is waited for in place, so that the second run of an undo is one by another claim.
+#: Longer than retries wait in place, so that the second run of an undo is by another claim.
 _AGAIN_SECONDS = 2.0
 
 Moment = Literal["before", "after"]
 
 
 async def try_undos(app: App, make_call: Callable[[int], Call[Any]], check: Callable[[int], Awaitable[object]]) -> int:
-    """Fail a saga at each of its steps and let ``check`` judge what is left; returns how often it was tried.
+    """Fail a saga at each of its steps and let ``check`` judge what is left; return the number of trials.
 
-    ``make_call(n)`` returns a call of the saga for the n-th trial, with arguments that no other trial has; the one with
-    0 must succeed, to see which steps there are.  For each step there are two trials: the step fails before it did
-    anything, and after it did everything.  In both, every undo is run to its end, said to have failed, and run again.
-    ``await check(n)`` raises if anything of the trial is left.  The app must be open and have a ``FakeClock``.
+    ``make_call(n)`` returns a call of the saga for the n-th trial, with arguments that no other trial has; trial 0 must
+    succeed, because it shows which steps there are.  For each step there are two trials: the step fails before it did
+    anything, and after it did everything.  In both, every undo is run to its end, reported as failed, and run again.
+    ``await check(n)`` raises if an effect of the trial is left.  The app must be open and have a ``FakeClock``.
     Raises ``AssertionError``, naming the step, when a saga is not compensated.
     """
     saga = await _try_one(app, make_call(0), None)
@@ -70,7 +70,7 @@ async def _try_one(app: App, call: Call[Any], fails: tuple[str, Moment] | None) 
 
 
 def _step_of(ctx: Any, run_id: str) -> str | None:
-    """Return which step or undo of the saga this is: a function that it calls, or a task that it sent."""
+    """Return the step or undo of the saga that runs now: a function that it calls, or a task that it sent."""
     message = getattr(ctx, "message", None)
     if message is None:
         return None

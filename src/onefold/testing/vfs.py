@@ -1,13 +1,13 @@
-"""Files that break: a layer below SQLite that fails the n-th read, write, sync or truncate, as disks do.
+"""Files that fail: a layer below SQLite that fails the n-th read, write, sync or truncate, as disks do.
 
-While its block lasts, every SQLite connection of this process goes through it, also those of a store::
+For the length of its block, every SQLite connection of this process goes through it, including those of stores::
 
     with FaultyFiles() as files:
         files.plan(FileFault("io error", operation="sync", at=3))
         …
         assert files.fired
 
-Looping over ``at`` until a run is through without the fault having fired tries every point without listing them.
+Looping over ``at`` until a run ends without the fault having fired tries every point without listing them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _CODES = {
 
 @dataclass(frozen=True, slots=True)
 class FileFault:
-    """What happens to one call, and to all later ones if it is ``lasting``.
+    """One fault, in one call to the disk or, if it is ``lasting``, in all later ones too.
 
-    ``io error``, ``full``, ``busy``: it fails and does nothing.  ``torn``: a write fails after half of it was done.
-    ``kill``: the process dies there, and a write is done by half.
+    ``io error``, ``full``, ``busy``: the call fails and does nothing.  ``torn``: a write fails when it is half done.
+    ``kill``: the process dies at the call, and a write is half done.
     """
 
     kind: Literal["io error", "full", "busy", "torn", "kill"]
     operation: Operation | None = None
-    #: Which call, counted from 1: of this operation, or of any.
+    #: Which call fails, counted from 1 over the calls of this operation, or of any operation.
     at: int = 1
     lasting: bool = False
 
 
 class FaultyFiles(apsw.VFS):
-    """SQLite's way to its files for as long as the block lasts; close every connection before it ends.
+    """SQLite's access to its files for the length of the block; close every connection before it ends.
 
-    ``durable=False`` counts syncs and does not wait for the disk: faster, and only a power failure could tell.
+    ``durable=False`` skips the disk at a sync: faster, and the difference shows only in a power failure.
     ``base`` names the layer below: SQLite's ``unix-dotfile``, for instance, has no memory that processes share, like
     many network file systems.
     """
@@ -61,11 +61,11 @@ class FaultyFiles(apsw.VFS):
         self.durable = durable
         self._counting = threading.Lock()
         self._fault: FileFault | None = None
-        #: How often each operation was asked for since the plan was made.
+        #: Calls of each operation since the plan was made.
         self.calls: Counter[str] = Counter()
-        #: How many calls failed since the plan was made.
+        #: Calls that failed since the plan was made.
         self.fired = 0
-        #: How many databases were opened, one for each connection.
+        #: Databases opened, one for each connection.
         self.opened = 0
         super().__init__("onefold-faulty", self._base, makedefault=True)
 
@@ -78,18 +78,18 @@ class FaultyFiles(apsw.VFS):
         self.unregister()
 
     def plan(self, fault: FileFault | None) -> None:
-        """From now on let this happen, and count anew."""
+        """Plan this fault from now on, and restart the counters."""
         with self._counting:
             self._fault = fault
             self.calls.clear()
             self.fired = 0
 
     def heal(self) -> None:
-        """Let everything work again; what was counted stays."""
+        """Let everything work again; the counters stay."""
         self._fault = None
 
     def hit(self, operation: Operation) -> FileFault | None:
-        """Count one call and return the fault that befalls it."""
+        """Count one call and return its fault, if it has one."""
         with self._counting:
             self.calls[operation] += 1
             fault = self._fault
@@ -106,7 +106,7 @@ class FaultyFiles(apsw.VFS):
         return _File(self, self._base, name, flags)
 
     def excepthook(self, *_: Any) -> bool:
-        """Say nothing: whoever made the call gets the error."""
+        """Print nothing: the caller gets the error."""
         return True
 
 
@@ -116,7 +116,7 @@ class _File(apsw.VFSFile):
         super().__init__(base, name, flags)
 
     def excepthook(self, *_: Any) -> bool:
-        """Say nothing: whoever made the call gets the error."""
+        """Print nothing: the caller gets the error."""
         return True
 
     def xRead(self, amount: int, offset: int) -> bytes:  # noqa: N802

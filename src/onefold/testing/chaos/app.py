@@ -1,8 +1,8 @@
-"""The app of a chaos run: handlers of every kind, each with several different statements in an order of its own.
+"""The app of a chaos run: handlers of every kind, each of which runs several statements in a varying order.
 
-Most statements take two whole numbers, so that one which runs in another's place does not fail by its parameters but
-writes wrong rows.  Each statement's answer is known beforehand; another answer is written down in a table of its own,
-in the same commit, because a handler that raised would only be tried again.
+Most statements take two integers, so that a statement which runs in another's place does not fail by the types of
+its parameters but writes wrong rows.  The answer of each statement is known beforehand; any other answer is written
+to the table ``misread`` in the same commit, because a handler that raised would only be retried.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from math import factorial
 from typing import Any, NamedTuple
 
 from onefold.app import URL_VARIABLE, App
-from onefold.batch import Batch
-from onefold.blocking import SyncContext
 from onefold.clock import SystemClock
-from onefold.context import Context
-from onefold.retry import RetryPolicy
-from onefold.task import Task
+from onefold.handlers.batch import Batch
+from onefold.handlers.context import Context
+from onefold.handlers.sync_context import SyncContext
+from onefold.tasks.retry import RetryPolicy
+from onefold.tasks.task import Task
 from onefold.testing.chaos import demand
 from onefold.testing.chaos.demand import Demand, amount_of
 from onefold.testing.chaos.process import FOLDER_VARIABLE, say_ready
-from onefold.workflow import Run, Workflow
+from onefold.workflows.workflow import Run, Workflow
 
 Rows = list[tuple[Any, ...]]
 
-#: Attempts enough that no message dies of statements that were cancelled, or of handlers that waited in a circle.
+#: Enough attempts that no message becomes a dead letter because of cancelled statements or deadlocks.
 PATIENT = RetryPolicy(max_attempts=100, base=0.1, cap=0.5)
-#: How many gifts run at once.
+#: The cap on gifts that run at the same time.
 GIFTS_MAX = 3
 PARCELS_PER_BATCH = 5
-#: How long some handlers wait between two statements, so that misfortune finds open transactions.
+#: How long some handlers wait between two statements, so that faults hit open transactions.
 PAUSE_SECONDS = 0.005
 
 
 class Action(NamedTuple):
-    """A statement, its parameters, and what it must answer; None where that depends on others."""
+    """A statement, its parameters and the expected answer, or None if the answer depends on other messages."""
 
     statement: str
     parameters: tuple[object, ...]
@@ -46,7 +46,7 @@ class Action(NamedTuple):
 
 
 class Statements:
-    """Every statement of the workload, in the words of one engine."""
+    """Every statement of the workload, in the SQL of one engine."""
 
     def __init__(self, url: str) -> None:
         self.is_shared = url.startswith("postgres")
@@ -89,7 +89,7 @@ class Statements:
         return Action(self._say(text), (id_,), [(id_, demand.price_of(id_))])
 
     def lock(self, number: int) -> Action:
-        """Lock the head of a line; the answer says which place is the last."""
+        """Lock the head of a line; the answer holds the last place that was taken in it."""
         text = "SELECT id, last FROM head WHERE id = ? FOR UPDATE"
         return Action(self._say(text), (demand.line_of(number),), None)
 
@@ -114,7 +114,7 @@ class Statements:
         return Action(self._say(text), (number, f"{action.statement} answered {answer!r:.200}"))
 
     def first_rows(self) -> Iterator[Action]:
-        """Fill the tables that are added up, and the one that is read."""
+        """Fill the tables of sums and the table that is only read."""
         texts = {
             "account": "INSERT INTO account (id, balance) VALUES (?, ?)",
             "till": "INSERT INTO till (id, total) VALUES (?, ?)",
@@ -126,14 +126,14 @@ class Statements:
 
 
 def in_some_order(actions: Iterable[Action], number: int) -> Iterator[Action]:
-    """Return the actions in an order that depends on the number: every order comes up."""
+    """Return the actions in an order that depends on the number; over many numbers every order occurs."""
     given = tuple(actions)
     wanted = number // 7 % factorial(len(given))
     return iter(next(order for place, order in enumerate(permutations(given)) if place == wanted))
 
 
 class Tasks(NamedTuple):
-    """The declared tasks, by the kinds of demands."""
+    """The declared tasks, by the kind of demand."""
 
     app: App
     statements: Statements
@@ -141,7 +141,7 @@ class Tasks(NamedTuple):
 
 
 def make_tasks(url: str | None = None) -> Tasks:
-    """Declare everything on a new app for the store that the URL or the environment names."""
+    """Declare every task on a new app, for the store named by the URL or by the environment."""
     app = App(url)
     do = Statements(url or os.environ.get(URL_VARIABLE, ""))
     pause = SystemClock().sleep
@@ -166,7 +166,7 @@ def make_tasks(url: str | None = None) -> Tasks:
             await read_price(ctx, number)
         actions = [do.account(number), do.trail(number), do.tally(number)]
         if do.is_shared and number % 8 == 3:
-            # The driver's own connection: its statements and onefold's are of one transaction.
+            # The driver's own connection is part of the same transaction as ``ctx.execute``.
             connection, audit = await ctx.connection(), do.audit(number)
             await connection.execute(audit.statement, audit.parameters)
         else:
@@ -270,7 +270,7 @@ async def make_tables(tasks: Tasks) -> None:
 
 
 def __getattr__(name: str) -> App:
-    """``app`` is for ``onefold worker onefold.testing.chaos.app:app``, and made when it is asked for."""
+    """Make ``app`` when ``onefold worker onefold.testing.chaos.app:app`` asks for it."""
     if name != "app":
         raise AttributeError(name)
     made = make_tasks().app

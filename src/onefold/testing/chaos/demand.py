@@ -1,7 +1,7 @@
 """The demands of a chaos run: the work that each message asks for, and the rows that it must leave behind.
 
-Everything here is a pure function of a message's kind and number, and knows nothing of onefold: the expectation cannot
-be wrong in the same way as the store that is judged by it.
+Everything here is a pure function of a message's kind and number and imports nothing of onefold, so the expectation
+cannot contain the same mistake as the store that is judged by it.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-#: Numbers, amounts and ids all lie between 2**15 and 2**31, so that drivers give them one type: a statement that runs
-#: in another's place is then no error of types.
+#: Numbers, amounts and ids all lie between 2**15 and 2**31, so that drivers send them as one type: a statement that
+#: runs in another's place then writes wrong rows instead of failing with a type error.
 FIRST_ID = FIRST_AMOUNT = 100_000
-#: Rows of the tables that are added up; many enough that two handlers seldom wait for each other in a circle.
+#: Rows of the tables of sums; enough that two handlers seldom deadlock.
 ACCOUNTS, TALLIES, TILLS = 48, 48, 16
 #: Rows of the table that is only read.
 PRICES = 32
-#: How many numbers one sender has; also the distance between a message and the one that its handler sends.
+#: Numbers per sender; also the distance between a message's number and that of the message its handler sends.
 NUMBERS_PER_SENDER = 100_000_000
 FOLLOW_UP = 1_000_000_000
-#: Each sender has so many lines, in which its messages keep their order.
+#: Lines per sender; the messages of a line keep their order.
 LINES_PER_SENDER = 2
 SENDERS_MAX = 8
 #: Rows that one statement inserts.
 PARTS = 3
 
-#: The kinds that senders send; those without a key cannot be sent again after an unknown answer.
+#: The kinds that senders send; a kind without a key cannot be sent again after an unknown answer.
 SENT = ("deposit", "purchase", "gift", "place", "order", "parcel", "trip")
 UNKEYED = ("gift",)
-#: Which kinds send or start another one from their handler.
+#: The kinds with a handler that sends or starts another message, and its kind.
 FOLLOW_UPS = {"deposit": "receipt", "order": "shipment", "trip": "stamp"}
 
-#: Tables in which every row names the message that wrote it, in its first column.  None of those that handlers write
-#: has a unique column, so a second effect is a second row and not an error.
+#: Tables in which each row begins with the number of the message that wrote it.  The tables that handlers write have
+#: no unique column, so a second effect is a second row and not an error.
 ROW_TABLES: Mapping[str, str] = {
     "audit": "CREATE TABLE audit (number BIGINT NOT NULL, amount BIGINT NOT NULL)",
     "trail": "CREATE TABLE trail (number BIGINT NOT NULL, amount BIGINT NOT NULL)",
@@ -40,10 +40,10 @@ ROW_TABLES: Mapping[str, str] = {
     "note": "CREATE TABLE note (number BIGINT NOT NULL, body TEXT NOT NULL)",
     "line": "CREATE TABLE line (number BIGINT NOT NULL, line BIGINT NOT NULL, place BIGINT NOT NULL)",
     "orders": "CREATE TABLE orders (number BIGINT PRIMARY KEY, amount BIGINT NOT NULL)",
-    # Written when a statement answered something that it cannot have answered; so it stays empty.
+    # Rows appear here only when a statement gave an impossible answer, so the table should stay empty.
     "misread": "CREATE TABLE misread (number BIGINT NOT NULL, answer TEXT NOT NULL)",
 }
-#: Tables whose rows are added up by many messages: their first column is an id.
+#: Tables of sums: many messages add to a row; the first column is the row's id.
 SUM_TABLES: Mapping[str, str] = {
     "account": "CREATE TABLE account (id BIGINT PRIMARY KEY, balance BIGINT NOT NULL)",
     "tally": "CREATE TABLE tally (id BIGINT PRIMARY KEY, total BIGINT NOT NULL, times BIGINT NOT NULL)",
@@ -51,7 +51,7 @@ SUM_TABLES: Mapping[str, str] = {
     "head": "CREATE TABLE head (id BIGINT PRIMARY KEY, last BIGINT NOT NULL)",
     "price": "CREATE TABLE price (id BIGINT PRIMARY KEY, amount BIGINT NOT NULL)",
 }
-#: Written by senders in their own transactions, not by handlers.
+#: Tables that senders write in their own transactions, not handlers.
 WRITTEN_BY_SENDERS = ("orders", "till")
 
 #: A row with the name of its table.
@@ -68,12 +68,12 @@ class Demand(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of the work, in journals and reports."""
+        """The name of the work in journals and reports."""
         return f"{self.kind}:{self.number}"
 
     @property
     def follow_up(self) -> Demand | None:
-        """The message that its handler sends, if it sends one."""
+        """The demand of the message that the handler sends, if it sends one."""
         kind = FOLLOW_UPS.get(self.kind)
         if kind is None or (self.kind == "deposit" and self.number % 3):
             return None
@@ -81,18 +81,18 @@ class Demand(NamedTuple):
 
 
 def read_key(key: str) -> Demand:
-    """Return the demand that a key names."""
+    """Return the demand that has this key."""
     kind, _, number = key.partition(":")
     return Demand(kind, int(number))
 
 
 def amount_of(number: int) -> int:
-    """How much a message moves; also its result."""
+    """Return how much a message adds; this is also its result."""
     return number * 7_919 % 9_973 + FIRST_AMOUNT
 
 
 def body_of(number: int) -> str:
-    """The text a message writes, with characters that a careless layer would take for its own."""
+    """Return the text that a message writes, with characters that careless quoting would misread."""
     return f"n°{number}: 'quoted' %s ? \\ {amount_of(number)}"
 
 
@@ -117,21 +117,21 @@ def price_of(id_: int) -> int:
 
 
 def line_of(number: int) -> int:
-    """The line that a message stands in: each belongs to one sender, which sends its messages one after the other."""
+    """Return the line of a message; a line belongs to one sender, which sends its messages one after the other."""
     sender, count = divmod(number, NUMBERS_PER_SENDER)
     return sender * LINES_PER_SENDER + count % LINES_PER_SENDER + FIRST_ID
 
 
 def has_sequence(line: int) -> bool:
-    """Whether the messages of a line carry numbers of their own, or follow the order of their sends."""
+    """Whether the messages of a line have explicit sequence numbers; otherwise the order of sends counts."""
     return line % 2 == 0
 
 
 def rows_of(demand: Demand) -> list[Row]:
-    """The rows that must be there when the message is done, except those of lines, which depend on their neighbours."""
+    """Return the rows that must exist when the message is done, without line rows, which depend on other messages."""
     number, amount = demand.number, amount_of(demand.number)
     audit: Row = ("audit", (number, amount))
-    # Two of them, so that a message of which one row is missing can be told from one that did nothing.
+    # Two rows, so that a message of which one row is missing differs from a message that did nothing.
     both: list[Row] = [audit, ("trail", (number, amount))]
     note: Row = ("note", (number, body_of(number)))
     parts: list[Row] = [("part", (number, place, amount + place)) for place in range(1, PARTS + 1)]
@@ -151,7 +151,7 @@ def rows_of(demand: Demand) -> list[Row]:
 
 
 def sums_of(demand: Demand) -> list[Sum]:
-    """The additions of the message to rows that it shares with others."""
+    """Return the amounts that the message adds to shared rows."""
     number, amount = demand.number, amount_of(demand.number)
     account: Sum = ("account", account_of(number), (amount,))
     tally: Sum = ("tally", tally_of(number), (amount, 1))
@@ -168,7 +168,7 @@ def sums_of(demand: Demand) -> list[Sum]:
 
 
 def lines_of(accepted: Iterable[Demand]) -> dict[int, list[int]]:
-    """The numbers of each line in the order in which they were accepted."""
+    """Return the numbers of each line, in the order in which they were accepted."""
     lines: dict[int, list[int]] = {}
     for number in sorted(demand.number for demand in accepted if demand.kind == "place"):
         lines.setdefault(line_of(number), []).append(number)
@@ -176,7 +176,7 @@ def lines_of(accepted: Iterable[Demand]) -> dict[int, list[int]]:
 
 
 def first_sums() -> dict[str, dict[int, tuple[int, ...]]]:
-    """The content of the tables with ids before the first message."""
+    """Return the contents of the tables of sums before the first message."""
     return {
         "account": dict.fromkeys(_ids(ACCOUNTS), (0,)),
         "tally": {},

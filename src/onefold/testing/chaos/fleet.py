@@ -1,4 +1,4 @@
-"""The processes of a chaos run: started, signalled, replaced when they are gone, and all ended at the end."""
+"""The processes of a chaos run: started, signalled, replaced when they end, and all killed at the end."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Literal
 
 import msgspec
 
-from onefold import tether
 from onefold.app import URL_VARIABLE
 from onefold.clock import MICROSECONDS, SystemClock
+from onefold.processes import parent_death
 from onefold.testing.chaos.process import FOLDER_VARIABLE, Orders, ready_file
 from onefold.testing.servers import children_of
 
 Role = Literal["worker", "supervisor", "sender"]
 
-#: How often processes are chosen that have perhaps not begun yet.
+#: How often a process may be picked that is not ready yet.
 UNREADY_PART = 0.1
-#: Seconds between two looks at processes that are to end.
+#: Seconds between two checks of whether processes have ended.
 _LOOK_SECONDS = 0.05
-#: How much of a log is kept of a process that ended by itself.
+#: How many characters are kept of the log of a process that ended by itself.
 _LOG_TAIL = 1_500
 
 
 def processes_with(mark: str) -> set[int]:
-    """Return every process of this machine that has this in its environment, such as ``NAME=value``."""
+    """Return every process of this machine with this mark in its environment, such as ``NAME=value``."""
     found = set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -43,14 +43,14 @@ def processes_with(mark: str) -> set[int]:
 
 
 class Member:
-    """One process that was started here."""
+    """One process of the run."""
 
     def __init__(self, role: Role, slot: int, process: subprocess.Popen[bytes], log: Path) -> None:
         self.role = role
         self.slot = slot
         self.process = process
         self.log = log
-        #: It was killed or told to stop, so its end is no surprise.
+        #: The run killed it or told it to stop, so its end is no surprise.
         self.doomed = False
 
     @property
@@ -59,12 +59,12 @@ class Member:
 
     @property
     def ready(self) -> list[int]:
-        """The processes that have begun with their work: this one, or those below it."""
+        """The processes that have begun to work: this one or its children."""
         pids = [self.process.pid, *children_of(self.process.pid)]
         return [pid for pid in pids if ready_file(self.log.parent, pid).exists()]
 
     def signal(self, number: int) -> list[int]:
-        """Signal the process and those below it; return their numbers."""
+        """Signal the process and its children; return their process ids."""
         pids = [self.process.pid, *children_of(self.process.pid)]
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -72,21 +72,21 @@ class Member:
         return pids
 
     def kill(self) -> None:
-        """End the process at once; those below a supervisor notice and end by themselves."""
+        """End the process at once; the children of a supervisor notice and end by themselves."""
         self.doomed = True
         self.process.kill()
         self.process.wait()
 
 
 class Fleet:
-    """Every process of one run.  ``orders_for`` says what the process of a role and slot is told."""
+    """Every process of one run.  ``orders_for`` returns the settings for the process of a role and slot."""
 
     def __init__(self, folder: Path, seed: str, orders_for: Callable[[Role, int, str], Orders]) -> None:
         self.figures: Counter[str] = Counter()
-        #: The last lines of processes that ended although nothing had been done to them.
+        #: The last lines of processes that ended although the run did nothing to them.
         self.surprises: list[str] = []
         self._folder = folder
-        #: In the environment of every process, so that none is forgotten.
+        #: In the environment of every process, so that leftover processes can be found.
         self._mark = f"{FOLDER_VARIABLE}={folder}"
         self._orders_for = orders_for
         self._chance = random.Random(f"{seed} fleet")
@@ -115,19 +115,19 @@ class Fleet:
                 stdout=output,
                 stderr=output,
                 env=environment,
-                preexec_fn=partial(tether.die_with, os.getpid()),
+                preexec_fn=partial(parent_death.die_with, os.getpid()),
             )
         member = Member(role, slot, process, log)
         self._members.append(member)
         return member
 
     def tend(self) -> None:
-        """Start again what is gone, and write down what ended by itself."""
+        """Replace every process that ended, and record those that ended by themselves."""
         for member in [member for member in self._members if member.gone]:
-            self._bury(member)
+            self._remove(member)
             self.start(member.role, member.slot)
 
-    def _bury(self, member: Member) -> None:
+    def _remove(self, member: Member) -> None:
         self._members.remove(member)
         code = member.process.returncode
         if member.doomed:
@@ -140,9 +140,9 @@ class Fleet:
     # harming
 
     def pick(self, *roles: Role, spare_first: bool = False) -> Member | None:
-        """Choose one that lives, but not the first worker if that is to be spared.
+        """Choose a live process; ``spare_first`` leaves out the first worker.
 
-        Most are not harmed before they are ready: on a slow machine nothing would be, and nothing would happen.
+        Most picks are limited to ready processes: on a slow machine the rest would always be killed before they worked.
         """
         living = [member for member in self._members if member.role in roles and not member.gone]
         if self._chance.random() > UNREADY_PART:
@@ -154,15 +154,15 @@ class Fleet:
     # ending
 
     def of(self, *roles: Role) -> list[Member]:
-        """Return the processes of these roles."""
+        """Return the processes with these roles."""
         return [member for member in self._members if member.role in roles]
 
     async def until_ready(self, within: float) -> None:
-        """Wait until all of them have begun, for so many seconds at most."""
+        """Wait until all of them have begun to work, for ``within`` seconds at most."""
         await self._wait(lambda: all(member.ready for member in self._members), within)
 
     async def stop(self, members: Iterable[Member], within: float) -> list[Member]:
-        """Tell them to stop; return those that have not within so many seconds, which are killed."""
+        """Tell processes to stop; kill and return those that have not ended ``within`` seconds."""
         stopping = list(members)
         for member in stopping:
             member.doomed = True
@@ -177,7 +177,7 @@ class Fleet:
         return late
 
     async def ended(self, members: Sequence[Member], within: float) -> list[Member]:
-        """Wait until these have ended by themselves; return those that failed or have not ended, which are killed."""
+        """Wait until these have ended by themselves; kill and return those that failed or have not ended in time."""
         await self._wait(lambda: all(member.gone for member in members), within)
         failed = [member for member in members if member.process.poll() != 0]
         for member in failed:
@@ -186,12 +186,12 @@ class Fleet:
         return failed
 
     async def left_behind(self, within: float) -> set[int]:
-        """Return the processes that are still there after so many seconds although they were to end."""
+        """Return the processes that still run ``within`` seconds after they were told to end."""
         await self._wait(lambda: not processes_with(self._mark), within)
         return processes_with(self._mark)
 
     def end(self) -> None:
-        """Kill whatever is left, by its number."""
+        """Kill every process that is left, by its process id."""
         for member in self._members:
             member.kill()
         for pid in processes_with(self._mark):

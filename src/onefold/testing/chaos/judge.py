@@ -1,7 +1,7 @@
-"""Compare every row with what the accepted messages imply.
+"""Compare every row with those that the accepted messages imply.
 
-The checker of all chaos tests says what was lost, done twice, or not asked for, from the journals, the messages' last
-states and their effects.  This adds the content of the tables: each row is expected, or it is wrong.
+The checker of all chaos tests reports lost, repeated and unrequested work from the journals, the final states of
+messages and their effects.  This module adds the contents of the tables: a row that is not expected is wrong.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from onefold.testing.chaos import demand
 from onefold.testing.chaos.demand import Demand, Row
 from onefold.testing.checker import Effect, Final, Journal, Report, Violation, check
 
-#: The content of every table, by its name.
+#: The rows of every table, by its name.
 Tables = Mapping[str, Sequence[tuple[object, ...]]]
 
 
 @dataclass(slots=True)
 class Verdict:
-    """How much was compared, and every violation that was found."""
+    """The size of the comparison, and every violation that it found."""
 
     report: Report
-    #: Accepted by senders; ended messages, those among them that handlers sent; rows of all tables.
+    #: Messages accepted by senders; ended messages, including those that handlers sent; rows of all tables.
     accepted: int = 0
     messages: int = 0
     rows: int = 0
@@ -37,17 +37,17 @@ class Verdict:
 
     @property
     def lost(self) -> int:
-        """Accepted messages that are gone, without their effect, or not through."""
+        """Accepted messages that are missing, without their effect, or not ended."""
         return self.counts["lost"] + self.counts["stuck"]
 
     @property
     def twice(self) -> int:
-        """Messages whose effect is there more than once, or keys that two messages hold."""
+        """Messages that have their effect more than once, and keys that two messages hold."""
         return self.counts["duplicated"]
 
     @property
     def wrong(self) -> int:
-        """Rows that are missing, different or too many, and results that are not the message's own."""
+        """Rows that are missing, different or unexpected, and results that do not belong to their message."""
         return self.counts["wrong"] + self.counts["torn"]
 
     @property
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def judge(journal: Journal, records: Sequence[Record], tables: Tables, *, redriven: Iterable[str] = ()) -> Verdict:
-    """Compare; ``redriven`` are the ids of messages that an operator sent on their way again, past their place."""
+    """Compare; ``redriven`` are the ids of messages that were redriven and so lost their place in their line."""
     found = {Demand(r.envelope.message_type, int(r.envelope.subject)): r for r in records}
     accepted = len({entry.key for entry in journal.entries if entry.event == "ok"})
     _note_follow_ups(journal, found)
@@ -75,7 +75,7 @@ def judge(journal: Journal, records: Sequence[Record], tables: Tables, *, redriv
 
 
 class _Rows:
-    """Every row that names its message: how often it is there, and under its number."""
+    """Every row that names its message: how often it occurs, and the rows of each message."""
 
     def __init__(self, tables: Tables) -> None:
         self.times = Counter((table, row) for table in demand.ROW_TABLES for row in tables[table])
@@ -84,9 +84,9 @@ class _Rows:
             self.by_number[row[1][0]].append(row)
 
     def copies(self, one: Demand, wanted: Iterable[Row]) -> int:
-        """Return how often the whole effect of a message's handler is there, or 1 if only a part of it is."""
+        """Return how often a handler's whole effect occurs; 1 if only a part of it does."""
         by_handler = [row for row in wanted if row[0] not in demand.WRITTEN_BY_SENDERS]
-        # The steps of a workflow commit one by one, each of them one row that names its message.
+        # Each step of a workflow commits by itself and writes one row.
         commits = [[row] for row in by_handler] if one.kind == "trip" else [by_handler]
         whole = max(min((self.times[row] for row in commit), default=0) for commit in commits)
         return whole or int(any(row[0] not in demand.WRITTEN_BY_SENDERS for row in self.by_number[one.number]))
@@ -97,9 +97,9 @@ def _key_of(record: Record) -> str:
 
 
 def _note_follow_ups(journal: Journal, found: Mapping[Demand, Record]) -> None:
-    """Note that messages sent by a handler are accepted when the handler's message is done, and not a moment earlier.
+    """Record in the journal that a handler's send is accepted once the handler's message is done, and not before.
 
-    A child of a workflow is asked for before its parent is done, so it is no phantom before.
+    A child of a workflow is requested before its parent is done, so it is recorded as requested at once.
     """
     for one, record in found.items():
         if (following := one.follow_up) is None:
@@ -119,7 +119,7 @@ def _expected_rows(found: Mapping[Demand, Record], redriven: set[Demand], rows: 
             for place, one in enumerate(demands, 1):
                 expected[one] = [("line", (one.number, line, place))]
             continue
-        # A message that was quarantined let the others pass: which place it has is no longer known beforehand.
+        # The later messages of the line passed a quarantined message, so its place is not known beforehand.
         for one in demands:
             anywhere = [row for row in rows.by_number[one.number] if row[0] == "line"]
             expected[one] = anywhere[:1] or [("line", (one.number, line, "any"))]
@@ -132,13 +132,13 @@ def _wrong_rows(
     found: Mapping[Demand, Record],
     rows: _Rows,
 ) -> Iterable[Violation]:
-    """Rows that are missing or repeated beside others of their message, and rows that no message implies."""
+    """Yield rows that are missing or repeated, and rows that no message implies."""
     implied = set[Row]()
     for one, wanted in expected.items():
         implied.update(wanted)
         for row in wanted if found[one].state is State.DONE else ():
             times, id_ = rows.times[row], found[one].envelope.id
-            # A message without a single row of its handler is lost as a whole, which the checker says.
+            # A message without any row of its handler counts as lost, which the checker reports.
             if not times and (copies[one] or row[0] in demand.WRITTEN_BY_SENDERS):
                 instead = [other[1] for other in rows.by_number[one.number] if other[0] == row[0]]
                 problem = f"{row[0]} has no row {row[1]}" + (f", but {instead}" if instead else "")
@@ -153,7 +153,7 @@ def _wrong_rows(
 
 
 def _wrong_sums(copies: Mapping[Demand, int], rows: _Rows, tables: Tables) -> Iterable[Violation]:
-    """Rows that many messages add to; what was lost or done twice is counted as it is, not once more as wrong."""
+    """Yield wrong sums; a message adds as often as it ran, so one that was lost or ran twice is not reported again."""
     sums = demand.first_sums()
     for one, times in copies.items():
         for table, id_, amounts in demand.sums_of(one):

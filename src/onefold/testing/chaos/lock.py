@@ -1,7 +1,7 @@
-"""Another program that keeps SQLite's write lock: ``python -m onefold.testing.chaos.lock FILE``.
+"""A separate program that holds SQLite's write lock: ``python -m onefold.testing.chaos.lock FILE``.
 
-It reads seconds from its standard input, holds the lock for so long, and answers with a line: whether it had it.
-It uses the interpreter's own SQLite, as the programs do that people run beside onefold.
+For each number of seconds it reads from standard input, it holds the lock for that long and prints whether it got it.
+It uses the interpreter's own SQLite, like other programs that people run on the same file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 
 from onefold.clock import SystemClock
 
-#: Seconds it waits for the lock itself.
+#: Seconds it waits for the lock.
 _WAIT_SECONDS = 5.0
 
 
 def main() -> None:
-    """Hold the lock whenever told to, until there is nothing more to read."""
+    """Hold the lock for each duration read, until the input ends."""
     connection = sqlite3.connect(sys.argv[1], timeout=_WAIT_SECONDS, isolation_level=None)
     for line in sys.stdin:
         try:

@@ -1,7 +1,7 @@
-"""The misfortune of a chaos run: of processes, sessions, the network, the lock and the disk, at random from a seed.
+"""The faults of a chaos run: in processes, sessions, the network, the lock and the disk, at random from a seed.
 
-Each kind of misfortune has a rhythm of its own, and each one is counted.  The seed fixes what is chosen and how long it
-lasts; when it strikes depends on the machine, so a seed finds a defect again often and not always.
+Each kind of fault repeats at a rate of its own and is counted.  The seed decides which faults occur and how long they
+last; the moment depends on the machine, so a seed finds a defect again often but not always.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from onefold.testing.chaos.fleet import Fleet, Member
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
 
-#: How long a process is frozen, in seconds: past its lease of one, or only nearly.
+#: How long a process is frozen, in seconds; its lease lasts one second, so some freezes outlast it and some do not.
 FROZEN_SECONDS = (0.8, 3.0)
-#: How long another program keeps SQLite's lock.
+#: How long another process holds SQLite's lock.
 LOCKED_SECONDS = (0.05, 4.0)
-#: How long the network holds everything back.
+#: How long the network holds back all bytes.
 HELD_SECONDS = (0.2, 1.5)
-#: How many sessions are ended or disturbed at a time; the last stands for all there are.  Most live long enough to
-#: gather what connections gather: prepared statements, plans, settings.
+#: How many sessions are ended or disturbed at a time; 100 stands for all of them.  Most sessions live long enough to
+#: collect the state of long connections: prepared statements, plans, settings.
 SESSIONS = (1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 100)
 
 Strike = Callable[[], Awaitable[None]]
@@ -42,14 +42,14 @@ Strike = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """A misfortune that strikes again and again, after a random pause of these seconds on average."""
+    """A fault that repeats after a random pause of ``seconds`` on average."""
 
     strike: Strike
     seconds: float
 
 
 class Nemesis(ABC):
-    """Harms the processes of a fleet; what is done to the store below them is the matter of each engine."""
+    """Harms the processes of a fleet; a subclass for each engine harms the store below them."""
 
     def __init__(self, fleet: Fleet, seed: str, *, pace: float = 1.0) -> None:
         self.events: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Nemesis(ABC):
         self._pace = pace
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Strike until told to stop; afterwards everything is whole again, and no process is frozen."""
+        """Cause faults until told to stop; afterwards the store works again and no process is frozen."""
         rhythms = [
             Rhythm(self._hit_worker, 1.0),
             Rhythm(self._freeze_worker, 4.0),
@@ -82,11 +82,11 @@ class Nemesis(ABC):
 
     @abstractmethod
     def rhythms(self) -> Sequence[Rhythm]:
-        """Return the misfortunes of the store."""
+        """Return the faults of this store."""
 
     @abstractmethod
     async def prepare(self, stack: AsyncExitStack) -> None:
-        """Open what is needed, and see to it that everything is whole again when the stack ends."""
+        """Open the resources that the faults need; when the stack ends, the store works again."""
 
     # processes
 
@@ -94,11 +94,11 @@ class Nemesis(ABC):
         self._fleet.tend()
 
     async def _hit_worker(self) -> None:
-        # The first worker is spared, so that something in the run lives long.
+        # The first worker is spared, so that one process of the run lives long.
         member = self._fleet.pick("worker", "supervisor", spare_first=True)
         if member is None:
             return
-        # A supervisor gives up when its processes die again and again before they have begun: that is right of it.
+        # A supervisor rightly gives up when its processes keep dying before they are ready: kill only ready ones.
         below = member.ready if member.role == "supervisor" else []
         if self.chance.random() < 0.1:
             member.doomed = True
@@ -125,20 +125,20 @@ class Nemesis(ABC):
             await self._freeze(member)
 
     async def _freeze(self, member: Member) -> None:
-        """Stop a process and those below it, as a suspended machine would, and let them go on later."""
+        """Stop a process and its children with SIGSTOP, like a suspended machine, and let them continue later."""
         frozen = member.signal(signal.SIGSTOP)
         self.events[f"{'senders' if member.role == 'sender' else 'workers'} frozen"] += 1
         try:
             await self.clock.sleep(self.chance.uniform(*FROZEN_SECONDS))
         finally:
-            # By their numbers: the processes of a supervisor that was killed meanwhile are frozen still.
+            # By process id: the children of a supervisor that was killed meanwhile are still frozen.
             for pid in frozen:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
 
 class SQLiteNemesis(Nemesis):
-    """The lock is held by another program; the disk fails inside workers, which see to that themselves."""
+    """Another process holds the lock; disk faults happen inside the workers themselves."""
 
     def __init__(self, fleet: Fleet, seed: str, path: Path, *, pace: float = 1.0) -> None:
         super().__init__(fleet, seed, pace=pace)
@@ -168,7 +168,7 @@ class SQLiteNemesis(Nemesis):
 
 
 class PostgresNemesis(Nemesis):
-    """Sessions are ended and disturbed, the network fails between the processes and the server, which may restart."""
+    """Sessions are ended or cancelled, the network to the server fails, and the server may restart."""
 
     def __init__(
         self,
@@ -207,9 +207,9 @@ class PostgresNemesis(Nemesis):
         self.events["statements cancelled"] += await self._disturb("SELECT pg_cancel_backend(%s)")
 
     async def _disturb(self, statement: LiteralString) -> int:
-        """Do this to some sessions of the run; return to how many it was done."""
+        """Run this statement on some sessions of the run; return how many it affected."""
         done = 0
-        # While the server restarts there is nothing to disturb.
+        # While the server restarts there are no sessions.
         with suppress(psycopg.OperationalError):
             async with await psycopg.AsyncConnection.connect(self._server.url(), autocommit=True) as connection:
                 found = await connection.execute(_SESSIONS, (self._database,))

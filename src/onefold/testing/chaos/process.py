@@ -1,6 +1,6 @@
-"""The common part of the processes of a chaos run: their orders, their event loop, and disks that fail.
+"""The common part of the processes of a chaos run: their settings, their event loop, and disk faults.
 
-Workers and senders are started as ``python -m onefold.testing.chaos.worker ORDERS``, with their orders as JSON.
+Workers and senders are started as ``python -m onefold.testing.chaos.worker ORDERS``, with their settings as JSON.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from onefold.testing.vfs import FaultyFiles, FileFault
 
 Loop = Literal["asyncio", "uvloop"]
 
-#: Where supervised workers, which have no orders, are told the folder of the run.
+#: Names the folder of the run for supervised workers, which get no orders.
 FOLDER_VARIABLE = "ONEFOLD_CHAOS_FOLDER"
-#: Seconds between two failures of the disk in one process.
+#: Seconds between two disk faults in one process.
 _FAULT_SECONDS = (0.2, 1.0)
-#: The next so many calls are in danger.
+#: A fault hits one of the next this many calls.
 _FAULT_CALLS_MAX = 40
-#: How each call to the disk may fail; most often it only fails.  Only a lock can be "busy": SQLite makes such a call
-#: again, and apsw raises the error of the first one although the second succeeded.
+#: How a call to the disk may fail; a plain error is the most frequent.  Only locks fail with "busy": SQLite repeats
+#: such a call, and apsw then raises the error of the first call although the second succeeded.
 _FAULTS = ("io error", "io error", "io error", "full", "torn", "kill")
 _OPERATIONS = ("read", "write", "write", "sync", "truncate", "lock")
-#: Seconds before a store that could not be opened is tried again.
+#: Seconds between two attempts to open a store.
 _AGAIN_SECONDS = 0.1
 
 
@@ -43,15 +43,15 @@ class Orders(msgspec.Struct, frozen=True):
     """The settings of one process."""
 
     url: str
-    #: Where it keeps its journal and what it suffered.
+    #: The directory for its journal and its log of faults.
     folder: str
     name: str
     seed: str
     loop: Loop = "asyncio"
     lease_seconds: float = 1.0
-    #: Let the calls of this process to the disk fail now and then; SQLite below apsw only.
+    #: Whether calls of this process to the disk fail now and then; only for SQLite through apsw.
     faulty_files: bool = False
-    #: For senders: which numbers are theirs, how many they send a second, and whether they only repeat what is open.
+    #: For senders: the slot that decides its numbers, its sends a second, and whether it only repeats unanswered sends.
     slot: int = 0
     rate: float = 50.0
     only_repeat: bool = False
@@ -63,7 +63,7 @@ def read_orders() -> Orders:
 
 
 def run(main: Coroutine[Any, Any, None], loop: Loop) -> None:
-    """Run on the event loop that was ordered, with a log on standard error."""
+    """Run the coroutine on the chosen event loop, and log to standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if loop == "uvloop":
@@ -75,29 +75,29 @@ def run(main: Coroutine[Any, Any, None], loop: Loop) -> None:
 
 
 def say_ready(folder: str) -> None:
-    """Show that this process has begun with its work."""
+    """Create the file that says this process has begun to work."""
     ready_file(Path(folder), os.getpid()).touch()
 
 
 def ready_file(folder: Path, pid: int) -> Path:
-    """Return the file that is there when a process has begun."""
+    """Return the file that exists once a process has begun to work."""
     return folder / f"{pid}.ready"
 
 
 def on_stop(call: Callable[[], None]) -> None:
-    """Call this when the process is told to stop."""
+    """Call this function when the process gets SIGTERM."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, call)
 
 
 def open_log(folder: str, name: str) -> Callable[[bytes], object]:
-    """Return what appends to a file, durably: it outlives its process, and the machine."""
+    """Return a function that appends to a file and syncs it, so that the lines survive the process and the machine."""
     file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC, 0o600)
     return lambda line: os.write(file, line)
 
 
 @asynccontextmanager
 async def opened(app: App, orders: Orders) -> AsyncIterator[None]:
-    """Open the app, however often it takes, and let its files fail while it is open."""
+    """Open the app, retrying for as long as it takes, and let its files fail while it is open."""
     with FaultyFiles() if orders.faulty_files else nullcontext() as files:
         while True:
             try:
@@ -117,7 +117,7 @@ async def opened(app: App, orders: Orders) -> AsyncIterator[None]:
 
 
 async def _break_files(files: FaultyFiles | None, orders: Orders) -> None:
-    """Let one call after another fail, and write down how."""
+    """Plan one disk fault after another, and log those that happened."""
     if files is None:
         return
     chance = random.Random(orders.seed)

@@ -1,4 +1,4 @@
-"""One chaos run: a store of its own, senders, workers and misfortune for a while, then calm, then the comparison."""
+"""One chaos run on a store of its own: senders, workers and faults for a while, then no faults, then the comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onefold import limits
 from onefold.app import App
 from onefold.clock import MICROSECONDS, SystemClock
 from onefold.errors import OnefoldError
-from onefold.store import Query, Record
+from onefold.store import Failure, Query, Record
 from onefold.testing.chaos import demand
 from onefold.testing.chaos.app import make_tables, make_tasks
 from onefold.testing.chaos.fleet import Fleet, Role
@@ -33,15 +33,15 @@ from onefold.testing.checker import Journal
 from onefold.testing.proxy import Proxy
 from onefold.testing.servers import PostgresServer
 
-#: A run whose events have not come to their least number goes on for at most so many times its seconds.
+#: A run in which some fault has not occurred often enough is extended to at most this many times its seconds.
 STRETCH_MAX = 3.0
-#: Seconds that all processes have to begin before the first is harmed.
+#: Seconds that all processes have to get ready before the first fault.
 START_SECONDS = 30.0
-#: Seconds in which senders and workers must have stopped after they were told to.
+#: Seconds that senders and workers have to stop after they were told to.
 STOP_SECONDS = 20.0
-#: Seconds in which everything accepted must be done when nothing disturbs it any more.
+#: Seconds in which all accepted messages must end after the faults have ended.
 DRAIN_SECONDS = 180.0
-#: Seconds between two looks at what is left to do, and at what was quarantined.
+#: Seconds between two checks of the unfinished messages and of the quarantined ones.
 LOOK_SECONDS = 0.25
 REDRIVE_SECONDS = 2.0
 #: How many violations are printed.
@@ -52,39 +52,39 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How long, how much, and how bad."""
+    """The duration, the load and the faults of a run."""
 
     seed: int
     seconds: float
     workers: int = 3
     supervisors: int = 1
     senders: int = 2
-    #: Messages sent a second, by all senders together.
+    #: Messages a second, all senders together.
     rate: float = 150.0
     loop: Loop = "asyncio"
-    #: How often misfortune strikes, as a factor.
+    #: A factor on the frequency of faults.
     pace: float = 1.0
-    #: The run goes on until each of these events has happened so often.
+    #: The run continues until each of these events has happened this often.
     least: Mapping[str, int] = field(default_factory=dict)
-    #: Whether PostgreSQL itself is killed and restarted.
+    #: Whether the PostgreSQL server itself is killed and restarted.
     restarts: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The events of a run and its verdict."""
+    """The events of a run and the result of the comparison."""
 
     settings: Settings
     store: str
     seconds: float
     verdict: Verdict
     events: Counter[str]
-    #: Faults besides rows and messages: workers that ended by themselves or did not stop, dead letters.
+    #: Other problems: workers that ended by themselves or did not stop, dead letters.
     problems: list[str]
 
     @property
     def failed(self) -> bool:
-        """Whether anything is not as promised."""
+        """Whether any promise was broken."""
         return bool(self.verdict.report or self.problems)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """The run in one line, with its seed."""
+        """One line about the run, with its seed."""
         v, events = self.verdict, ", ".join(f"{number} {name}" for name, number in sorted(self.events.items()))
         return (
             f"chaos on {self.store} with seed {self.settings.seed} on {self.settings.loop}, {self.seconds:.0f} s: "
@@ -104,7 +104,7 @@ class Outcome:
         )
 
     def figures(self) -> dict[str, str]:
-        """The rows of a table for people."""
+        """The rows of a table for the report."""
         v = self.verdict
         counted = {name: f"{number:,}" for name, number in sorted(self.events.items())}
         compared = {"messages accepted": v.accepted, "messages in the end": v.messages, "rows compared": v.rows}
@@ -121,12 +121,12 @@ class Outcome:
 
 
 class Chaos:
-    """The parts of one run that are the same on every store."""
+    """The parts of a run that are the same on every store."""
 
     def __init__(self, settings: Settings, store: str, url: str, folder: Path) -> None:
         self.settings = settings
         self._store = store
-        #: Where the harness itself reads and redrives; no proxy is in its way.
+        #: The URL for the harness itself, without the proxy.
         self._url = url
         self._folder = folder
         self._clock = SystemClock()
@@ -138,7 +138,7 @@ class Chaos:
 
     def _orders_for(self, role: Role, slot: int, name: str) -> Orders:
         settings = self.settings
-        # The sqlite3 module does not know the layer that lets files fail.
+        # The sqlite3 module cannot use the VFS that lets files fail.
         can_fail = self._url.startswith("sqlite") and "driver=sqlite3" not in self._url and role != "supervisor"
         return Orders(
             url=self.urls[-1] if role == "supervisor" else self._chance.choice(self.urls),
@@ -152,7 +152,7 @@ class Chaos:
         )
 
     async def run(self, nemesis: Nemesis, progress: Progress) -> Outcome:
-        """Make the tables, let everything happen, wait until it is calm, compare."""
+        """Make the tables, cause faults, wait until all messages have ended, compare."""
         await make_tables(make_tasks(self._url))
         try:
             self._start()
@@ -187,7 +187,7 @@ class Chaos:
                 self.fleet.start(role, slot)
 
     async def _storm(self, nemesis: Nemesis, progress: Progress) -> None:
-        """Let misfortune strike for the time that was asked for, and until it has struck often enough."""
+        """Cause faults for the requested time, and until each has occurred often enough."""
         stopping = asyncio.Event()
         began, settings = self._clock.steady(), self.settings
         async with asyncio.TaskGroup() as group:
@@ -209,7 +209,7 @@ class Chaos:
     # operating
 
     async def _redrive_meanwhile(self) -> None:
-        """Redrive messages that were quarantined for dying with their workers, as an operator would, amid the chaos."""
+        """Redrive, during the faults, messages that were quarantined because their workers were killed."""
         app = App(self._url)
         try:
             while True:
@@ -222,14 +222,14 @@ class Chaos:
 
     async def _redrive(self, app: App) -> None:
         async for letter in app.dead_letters():
-            if letter.failure.reason == "quarantined":
+            if was_killed(letter.failure):
                 await letter.redrive(actor="chaos", reason="it was killed from outside")
                 self._redriven.add(letter.id)
 
     # calming down
 
     async def _stop_senders(self) -> None:
-        """Stop the senders, and send again what was not answered, so that everything with a key is accepted."""
+        """Stop the senders, then send unanswered messages again, so that every message with a key is accepted."""
         late = await self.fleet.stop(self.fleet.of("sender"), STOP_SECONDS)
         self._problems += [f"{member.log.stem} did not stop" for member in late]
         last = [self.fleet.start("sender", slot, only_repeat=True) for slot in range(self.settings.senders)]
@@ -237,7 +237,7 @@ class Chaos:
             self._problems.append(f"{member.log.stem} could not send everything:\n{member.log.read_text()[-1_500:]}")
 
     async def _drain(self) -> list[Record]:
-        """Wait until everything has ended, as long as ever fewer are left; return every message as it stands then."""
+        """Wait until every message has ended, for as long as the number left goes down; return all messages."""
         give_up_at, fewest = self._clock.steady() + DRAIN_SECONDS * MICROSECONDS, math.inf
         async with App(self._url) as app:
             while self._clock.steady() < give_up_at:
@@ -273,7 +273,7 @@ class Chaos:
         return whole
 
     def _suffered(self) -> Counter[str]:
-        """Count disk faults, sends without an answer, and errors of other types, from the files of processes."""
+        """Count disk faults, unanswered sends and errors of other types, from the files that processes wrote."""
         suffered = Counter[str]()
         for path in self._folder.glob("*.faults"):
             suffered["disk faults"] += path.read_text().count("\n")
@@ -285,8 +285,15 @@ class Chaos:
         return suffered
 
 
+def was_killed(failure: Failure) -> bool:
+    """Whether a message is dead only because its workers, or those of a child of it, were killed."""
+    return failure.reason == "quarantined" or (
+        failure.reason == "child failed" and "(quarantined)" in failure.error_message
+    )
+
+
 def read_tables(url: str) -> Tables:
-    """Read every table with the engine's own driver, past everything that is judged."""
+    """Read every table with the engine's own driver, without onefold."""
     names = (*demand.ROW_TABLES, *demand.SUM_TABLES)
     if url.startswith("sqlite"):
         connection = apsw.Connection(_path_of(url), flags=apsw.SQLITE_OPEN_READONLY)
@@ -327,7 +334,7 @@ async def chaos_on_sqlite(settings: Settings, *, options: str = "", progress: Pr
 async def chaos_on_postgres(
     settings: Settings, server: PostgresServer, url: str, *, progress: Progress = _silent
 ) -> Outcome:
-    """Run chaos on an empty database of a server; half of the processes reach it through a network that fails."""
+    """Run chaos on an empty database of a server; half of the processes connect through a proxy that fails."""
     with _folder() as folder:
         async with Proxy("127.0.0.1", server.port) as proxy:
             chaos = Chaos(settings, "postgres", url, folder)

@@ -1,9 +1,9 @@
-"""A sender of a chaos run: it writes down what it asks for before it asks, and what it was answered after.
+"""A sender of a chaos run: it records each request in its journal before the call, and the answer after it.
 
     python -m onefold.testing.chaos.sender ORDERS
 
-Its journal outlives it.  The next process with its slot first sends again whatever has a key and was not accepted for
-certain, and goes on with the next number.
+The journal outlives the process.  The next process with the same slot first repeats every send with a key that was
+neither accepted nor refused for certain, then continues with the next number.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from pathlib import Path
 
 from onefold.clock import SystemClock
 from onefold.errors import StoreUnavailableError
-from onefold.task import Call
+from onefold.tasks.task import Call
 from onefold.testing.chaos import demand
 from onefold.testing.chaos.app import Tasks, make_tasks
 from onefold.testing.chaos.demand import Demand
 from onefold.testing.chaos.process import Orders, on_stop, open_log, opened, read_orders, run
 from onefold.testing.checker import Journal
 
-#: How many send at the same time in one process.
+#: Concurrent senders in one process.
 CLIENTS = 10
-#: How often each kind is sent.
+#: Relative frequency of each kind.
 KINDS = {"deposit": 6, "purchase": 3, "gift": 2, "place": 3, "order": 4, "parcel": 1, "trip": 1}
 #: How many messages one call of ``send_many`` sends.
 MANY = 4
-#: How often a message is sent in a call with others, sent again though accepted, or given up before the commit.
+#: How often a message is sent together with others, is sent again though accepted, or is abandoned before the commit.
 MANY_PART, AGAIN_PART, ABANDONED_PART = 0.15, 0.1, 0.1
-#: Seconds before a send that was not answered is repeated.
+#: Seconds before an unanswered send is repeated.
 AGAIN_SECONDS = 0.1
 
 
 class _Abandoned(Exception):  # noqa: N818 - a change of mind, not an error
-    """The sender changed its mind inside a transaction."""
+    """Rolls back the sender's transaction on purpose."""
 
 
 class Sender:
-    """Sends what its seed says; everything with a key until it is accepted."""
+    """Sends messages drawn from its seed; repeats every send that has a key until it is accepted."""
 
     def __init__(self, tasks: Tasks, orders: Orders, journal: Journal) -> None:
         self.stopping = asyncio.Event()
@@ -56,7 +56,7 @@ class Sender:
         first = (orders.slot + 1) * demand.NUMBERS_PER_SENDER
         asked = [demand.read_key(entry.key) for entry in journal.entries if entry.event == "invoke"]
         self._next = max((one.number for one in asked), default=first) + 1
-        #: Which place each number has in its line: the next one is behind all that were asked for.
+        #: The place of each number in its line; a new number gets the place behind all earlier ones.
         self._places: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for line, numbers in demand.lines_of(set(asked)).items():
             self._places[line] = {number: place for place, number in enumerate(numbers, 1)}
@@ -64,7 +64,7 @@ class Sender:
     # open from a former process
 
     async def repeat_open(self) -> None:
-        """Send again whatever has a key and was not accepted or refused for certain."""
+        """Send again every message with a key that was neither accepted nor refused for certain."""
         answered = {entry.key for entry in self._journal.entries if entry.event in ("ok", "fail")}
         asked = dict.fromkeys(entry.key for entry in self._journal.entries if entry.event == "invoke")
         for one in sorted(demand.read_key(key) for key in asked if key not in answered):
@@ -102,7 +102,7 @@ class Sender:
         return Demand(kind, self._next - 1)
 
     async def _send_in_line(self) -> None:
-        """Send one message of a line, and no other of this line before it is accepted."""
+        """Send one message of a line, and no other message of the line before this one is accepted."""
         line = demand.line_of(self._next)
         if self._lines[line].locked():
             return
@@ -110,7 +110,7 @@ class Sender:
             await self.until_accepted(self._demand("place"))
 
     async def until_accepted(self, one: Demand) -> None:
-        """Send it until it is accepted for certain."""
+        """Send the message until it is accepted for certain."""
         while not await self._try(one):
             await self._clock.sleep(AGAIN_SECONDS)
 
@@ -143,7 +143,7 @@ class Sender:
         return task.call(one.number)
 
     async def _order(self, one: Demand, *, abandon: bool = False) -> str:
-        """Write rows and send in one commit; what was committed before is found by its row and not written again."""
+        """Write rows and send in one commit; a row that an earlier attempt committed is not written again."""
         do, number = self._tasks.statements, one.number
         async with self._tasks.app.transaction() as transaction:
             if number % 3 == 0:
@@ -158,14 +158,14 @@ class Sender:
         return receipt.id
 
     async def _abandon(self, one: Demand) -> None:
-        """Change one's mind before the commit: whatever else happens, nothing may be left of it."""
+        """Roll back before the commit on purpose: whatever faults occur, no row and no message may be left."""
         self._journal.invoke(self._orders.name, one.key)
         with suppress(Exception):
             await self._order(one, abandon=True)
         self._journal.fail(self._orders.name, one.key)
 
     async def _send_many(self, some: list[Demand]) -> None:
-        """Send several in one call; when it is not answered, none of them is known to be accepted."""
+        """Send several messages in one call; without an answer, none of them is known to be accepted."""
         for one in some:
             self._journal.invoke(self._orders.name, one.key)
         try:
@@ -180,12 +180,12 @@ class Sender:
 
 
 def read_journal(path: Path, write: Callable[[bytes], object] | None = None) -> Journal:
-    """Return the journal that former processes have kept; ``write`` receives only what is noted from now on."""
+    """Return the journal that earlier processes kept; ``write`` receives only new entries."""
     former = Journal()
     if path.exists():
         text = path.read_bytes()
         former.read(text)
-        # A killed process may have left half a line: it was not read, and the next line must not be joined to it.
+        # A killed process may have left half a line, which was not read; the next line must not be appended to it.
         os.truncate(path, text.rfind(b"\n") + 1)
     journal = Journal(write)
     journal.entries.extend(former.entries)

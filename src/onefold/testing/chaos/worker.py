@@ -1,4 +1,4 @@
-"""A worker of a chaos run, embedded in a process of its own: ``python -m onefold.testing.chaos.worker ORDERS``."""
+"""A worker process of a chaos run, around ``app.work()``: ``python -m onefold.testing.chaos.worker ORDERS``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import suppress
 from onefold.testing.chaos.app import make_tasks
 from onefold.testing.chaos.process import Orders, on_stop, opened, read_orders, run
 
-#: Seconds in which a worker that was told to stop lets its handlers finish.
+#: Seconds that a stopping worker gives its handlers to finish.
 STOP_SECONDS = 5.0
 
 
 async def work(orders: Orders) -> None:
-    """Work until told to stop, also when that is before the work has begun."""
+    """Work until told to stop, even if that happens before the work has begun."""
     app, stopping = make_tasks(orders.url).app, asyncio.Event()
     on_stop(stopping.set)
     async with opened(app, orders):

@@ -1,4 +1,4 @@
-"""What every store must do, as tests: an engine passes when its subclass of ``StoreContract`` does.
+"""The contract of stores, as tests: an engine passes when its subclass of ``StoreContract`` does.
 
 ::
 
@@ -11,7 +11,7 @@
             return MyStore(self.url, clock=clock)
 
 Each test gets an empty database; ``make_store`` called twice gives two stores on it, not yet open.
-What a store does not claim in its ``Capabilities`` is not asked of it.
+Tests of features that a store does not declare in its ``Capabilities`` are skipped.
 """
 
 from onefold.testing.contracts.bench import Bench, scenario

@@ -1,4 +1,4 @@
-"""The bench the contract's scenarios are written on: a store, a clock of one's own, and short words for both."""
+"""The bench on which the contract's scenarios run: a store, a clock of its own, and short calls for common steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from onefold.clock import Clock, new_id
-from onefold.codec import fingerprint_of
-from onefold.envelope import UNKEYED, Envelope
-from onefold.gate import Gating
+from onefold.clock import Clock, Ids
+from onefold.message.codec import fingerprint_of
+from onefold.message.envelope import UNKEYED, Envelope
 from onefold.store import (
     Act,
     Again,
@@ -31,6 +30,7 @@ from onefold.store import (
     Store,
     Stored,
 )
+from onefold.store.gates import Gating
 from onefold.testing.faults import HastyClock
 
 ACT = Act(actor="ada", reason="a test")
@@ -46,13 +46,13 @@ PARKED = Parked(LEASE, seen=0)
 
 
 class Bench:
-    """One open store on an empty database, and as many more on the same one as a scenario wants."""
+    """An open store on an empty database; ``another()`` opens more stores on the same database."""
 
     def __init__(self, make_store: Callable[[Clock], Store], stack: AsyncExitStack) -> None:
         self.clock = HastyClock()
         self._make_store = make_store
         self._stack = stack
-        self._chance = random.Random(7)
+        self._ids = Ids(self.clock, random.Random(7))
         self.store: Store
 
     async def another(self) -> Store:
@@ -65,7 +65,7 @@ class Bench:
 
     def message(self, key: str | None = None, *, payload: bytes = b"[1]", **fields: Any) -> Envelope:
         """Make an envelope as the app would, with a fresh id."""
-        id_ = new_id(self.clock.now(), self._chance)
+        id_ = self._ids.make()
         plain = Envelope(
             id=id_,
             message_type="task",
@@ -81,7 +81,7 @@ class Bench:
         return msgspec.structs.replace(plain, **fields)
 
     async def put(self, key: str | None = None, *, options: PutOptions | None = None, **fields: Any) -> Stored:
-        """Send one message with a commit of its own."""
+        """Send one message in a commit of its own."""
         return (await self.store.put([self.message(key, **fields)], options or PutOptions()))[0]
 
     async def claim(
@@ -97,7 +97,7 @@ class Bench:
         gatings: Sequence[Gating] = (),
         at_once: int | None = None,
     ) -> list[Lease]:
-        """Claim what is due."""
+        """Claim due messages."""
         asked, by_name = store or self.store, {one.name: one for one in gatings}
         return await asked.claim(
             queues,
@@ -111,20 +111,20 @@ class Bench:
         )
 
     async def leased(self, key: str | None = None, **fields: Any) -> Lease:
-        """Send one message and claim it, while nothing else is due."""
+        """Send one message and claim it; nothing else may be due."""
         stored = await self.put(key, **fields)
         lease = await self.claim_only()
         assert lease.id == stored.id
         return lease
 
     async def claim_only(self) -> Lease:
-        """Claim the one message that is due."""
+        """Claim the one message that is due, and check that there is no other."""
         leases = await self.claim()
         assert len(leases) == 1
         return leases[0]
 
     async def crashed(self, key: str | None = None, times: int = 1, **fields: Any) -> str:
-        """Send a message, let so many workers die with it, and return its id; it is due, nothing else may be."""
+        """Send a message that ``times`` workers die with, and return its id; it is due then, and no other may be."""
         lease = await self.leased(key, **fields)
         for _ in range(times - 1):
             await self.store.settle([(lease, Again(0.0, None, counted=False, crashed=True))])
@@ -133,13 +133,13 @@ class Bench:
         return lease.id
 
     async def settled(self, key: str | None, outcome: Outcome, **fields: Any) -> Lease:
-        """Send one message, claim it and settle it, while nothing else is due."""
+        """Send one message, claim it and settle it; nothing else may be due."""
         lease = await self.leased(key, **fields)
         assert await self.store.settle([(lease, outcome)]) == [True]
         return lease
 
     async def move(self, id_: str, to: State, *, store: Store | None = None) -> bool:
-        """Move one message as an operator; says whether that was legal."""
+        """Move one message as an operator; return whether the move was legal."""
         async with (store or self.store).transaction() as transaction:
             return await transaction.move([id_], to, ACT) == [id_]
 
@@ -149,17 +149,17 @@ class Bench:
         return found[0] if found else None
 
     async def record(self, id_: str) -> Record:
-        """Look up one message that must be there."""
+        """Look up one message, which must exist."""
         found = await self.find(id_)
         assert found is not None
         return found
 
     async def state(self, id_: str) -> State:
-        """Return where one message stands."""
+        """Return the state of one message."""
         return (await self.record(id_)).state
 
     async def all_ids(self) -> set[str]:
-        """Return the ids of all messages that are kept."""
+        """Return the ids of all stored messages."""
         return {record.envelope.id for record in await self.store.find(Query(limit=1_000))}
 
 
@@ -175,7 +175,7 @@ Part = TypeVar("Part", bound=Contract)
 
 
 def scenario(test: Callable[[Part, Bench], Coroutine[Any, Any, None]]) -> Callable[[Part], None]:
-    """Turn an asynchronous scenario into a test that runs it on a bench of its own."""
+    """Turn an asynchronous scenario into a test that runs it on its own bench."""
 
     def run(self: Part) -> None:
         async def on_a_bench() -> None:
@@ -186,6 +186,6 @@ def scenario(test: Callable[[Part, Bench], Coroutine[Any, Any, None]]) -> Callab
 
         asyncio.run(on_a_bench())
 
-    # functools.wraps would show pytest the scenario's own parameters, which it would take for fixtures.
+    # functools.wraps would show pytest the scenario's own parameters, which pytest would take for fixtures.
     run.__name__, run.__qualname__, run.__doc__ = test.__name__, test.__qualname__, test.__doc__
     return run

@@ -1,4 +1,4 @@
-"""Claim and extend: who gets what, in which order, for how long, and under which fence."""
+"""Claim and extend: which messages a claim returns, in which order, for how long and under which fence."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ClaimContract(Contract):
 
     @scenario
     async def test_the_fence_rises_with_every_change_of_owner(self, bench: Bench) -> None:
-        """Claim, hand back, claim, again, claim, run-out lease, claim."""
+        """The steps are claim, hand back, claim, settle again, claim, lease runs out, claim."""
         stored = await bench.put()
         fences = [(await bench.record(stored.id)).fence]
 
@@ -121,7 +121,7 @@ class ClaimContract(Contract):
 
     @scenario
     async def test_a_suspect_is_blamed_for_a_crash_only_after_it_began(self, bench: Bench) -> None:
-        """Its neighbours in a worker that died are not to blame; whoever runs a suspect says so first."""
+        """A dead worker's other messages are not to blame; a worker marks a suspect as started before running it."""
         await bench.put("k")
         for crashes in range(limits.SUSPECT_AFTER):
             assert (await bench.claim_only()).crashes == crashes
@@ -139,7 +139,7 @@ class ClaimContract(Contract):
         assert (await bench.claim_only()).crashes == limits.SUSPECT_AFTER + 1
 
     @scenario
-    async def test_the_one_who_lost_its_lease_can_neither_extend_nor_settle(self, bench: Bench) -> None:
+    async def test_a_lost_lease_can_be_neither_extended_nor_settled(self, bench: Bench) -> None:
         stale = await bench.leased("k")
         bench.clock.advance(LEASE)
         fresh = await bench.claim_only()
@@ -151,8 +151,8 @@ class ClaimContract(Contract):
         assert [lease.id for lease in await bench.claim()] == [fresh.id]
 
     @scenario
-    async def test_an_expired_lease_that_nobody_took_may_still_settle(self, bench: Bench) -> None:
-        """Time only says when somebody else may try; refusing here would only waste the work."""
+    async def test_an_expired_lease_that_was_not_taken_over_may_still_settle(self, bench: Bench) -> None:
+        """Time only decides when another worker may try; refusing the settlement would only waste the work."""
         lease = await bench.leased("k")
         bench.clock.advance(_HOUR)
         assert await bench.store.settle([(lease, DONE)]) == [True]

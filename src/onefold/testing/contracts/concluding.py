@@ -1,4 +1,4 @@
-"""Conclude: a transaction that ends with its settlements, all of it or nothing."""
+"""Conclude: a transaction that ends with its settlements, all or nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onefold.testing.contracts.transactions import WrongError, effects, one_turn
 
 
 class ConcludeContract(Contract):
-    """How a handler's own transaction ends."""
+    """The end of a handler's own transaction."""
 
     @scenario
     async def test_conclude_settles_and_commits_at_once(self, bench: Bench) -> None:
@@ -23,7 +23,7 @@ class ConcludeContract(Contract):
         async with bench.store.transaction() as transaction:
             await transaction.execute("INSERT INTO effect VALUES (1)")
             await transaction.conclude([(lease, Done(b"1", sends=(child,)))])
-            # It is there for everybody else, although the block has not ended.
+            # Other connections see it, although the block has not ended.
             assert await effects(bench) == [1]
             assert await bench.state(lease.id) is State.DONE
         assert [one.id for one in await bench.claim()] == [child.id]
@@ -120,7 +120,7 @@ class ConcludeContract(Contract):
 
     @scenario
     async def test_many_transactions_at_once_each_commit_or_leave_nothing(self, bench: Bench) -> None:
-        """Some are overtaken, some fail, some are cancelled; whoever shares a commit with them does not suffer."""
+        """Some lose their lease, fail or are cancelled; the transactions that share a commit with them succeed."""
         await prepare(bench)
         await bench.store.put([bench.message() for _ in range(40)])
         stale = await bench.claim(10)
@@ -136,15 +136,15 @@ class ConcludeContract(Contract):
                     await transaction.execute(f"INSERT INTO effect VALUES ({number})")
                 await transaction.conclude([(lease, DONE)])
 
-        everyone = [*leases, *stale]
-        tasks = [asyncio.create_task(work(number, lease)) for number, lease in enumerate(everyone)]
+        all_leases = [*leases, *stale]
+        tasks = [asyncio.create_task(work(number, lease)) for number, lease in enumerate(all_leases)]
         for number, task in enumerate(tasks):
             if number % 5 == 2:
                 await one_turn()
                 task.cancel()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         kept = set(await effects(bench))
-        for number, (lease, answer) in enumerate(zip(everyone, answers, strict=True)):
+        for number, (lease, answer) in enumerate(zip(all_leases, answers, strict=True)):
             mine = number < len(leases)
             settled = mine and await bench.state(lease.id) is State.DONE
             assert (number in kept) is settled

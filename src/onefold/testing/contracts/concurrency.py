@@ -1,4 +1,4 @@
-"""Several stores on one database: whatever they do at once, one wins and everybody is told the same."""
+"""Several stores on one database: of calls at the same time one wins, and all callers get the same answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from onefold.store import PutOptions, State, Stored
 from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contract, scenario
 from onefold.testing.faults import HastyClock
 
-#: A doorbell that was never heard in so many rings is broken.
+#: A wake-up that was missed in this many attempts does not work.
 _RINGS_MAX = 2_000
 
 
 class ConcurrencyContract(Contract):
-    """At the same time."""
+    """Calls from several stores at the same time."""
 
     @scenario
     async def test_of_concurrent_puts_of_one_key_one_wins(self, bench: Bench) -> None:
@@ -41,7 +41,7 @@ class ConcurrencyContract(Contract):
         assert len(await bench.claim()) == 5
 
     @scenario
-    async def test_a_freed_key_goes_to_one_of_those_who_want_it(self, bench: Bench) -> None:
+    async def test_a_freed_key_goes_to_exactly_one_sender(self, bench: Bench) -> None:
         stores = [bench.store, await bench.another()]
         for number in range(5):
             first = await bench.put(f"k{number}")
@@ -162,7 +162,7 @@ class ConcurrencyContract(Contract):
         async with bench.store.transaction() as transaction:
             assert await transaction.move([dead.id], State.DISCARDED, ACT) == [dead.id]
             sending = asyncio.ensure_future(sender.put([again], PutOptions(if_dead="redrive")))
-            for _ in range(5):  # meanwhile the sender gets as far as it can
+            for _ in range(5):  # lets the sender run as far as it can
                 await third.now()
         assert await sending == [Stored(again.id, State.SCHEDULED)]
         assert (await bench.claim_only()).id == again.id
@@ -192,7 +192,7 @@ class ConcurrencyContract(Contract):
         assert await bench.state(stored.id) is State.SCHEDULED
 
     def test_concurrent_migrations_apply_each_step_once(self) -> None:
-        """Several processes of one deploy start at the same moment on an empty database."""
+        """Several processes of one deployment start at the same moment on an empty database."""
 
         async def start() -> None:
             stores = [self.make_store(HastyClock()) for _ in range(4)]

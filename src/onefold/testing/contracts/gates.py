@@ -1,18 +1,18 @@
-"""Gates: caps, rates, turns and priorities, whoever claims."""
+"""Gates: caps, rates, turns and priorities hold across all claimers."""
 
 from __future__ import annotations
 
 import asyncio
 
 from onefold import limits
-from onefold.gate import Gating, Rate
 from onefold.store import HandBack, Parked, State
+from onefold.store.gates import Gating, Rate
 from onefold.testing.contracts.bench import AGAIN, DEAD, DONE, LEASE, Bench, Contract, scenario
 from onefold.testing.contracts.lines import CAP, LineContract, SequenceContract, keys, put_many
 
 
 class CapContract(Contract):
-    """How many may run and start."""
+    """Caps on running messages, and rates at which they start."""
 
     @scenario
     async def test_no_more_are_claimed_than_may_run(self, bench: Bench) -> None:
@@ -49,7 +49,7 @@ class CapContract(Contract):
         assert len(await bench.claim(gatings=[Gating(name="mail", max_running=1)])) == 7
 
     @scenario
-    async def test_those_who_claim_at_the_same_moment_stay_below_the_cap_together(self, bench: Bench) -> None:
+    async def test_claims_at_the_same_moment_stay_below_the_cap_together(self, bench: Bench) -> None:
         stores = [bench.store, *[await bench.another() for _ in range(3)]]
         await put_many(bench, 40, gate="task:")
         for _ in range(10):
@@ -68,12 +68,12 @@ class CapContract(Contract):
         assert await bench.claim(gatings=[CAP], at_once=0) == []
 
     @scenario
-    async def test_who_knows_no_limit_of_a_gate_claims_without(self, bench: Bench) -> None:
+    async def test_a_claim_that_names_no_limit_of_a_gate_has_none(self, bench: Bench) -> None:
         await put_many(bench, 10, gate="task:")
         assert len(await bench.claim()) == 10
 
     @scenario
-    async def test_who_is_parked_does_not_run(self, bench: Bench) -> None:
+    async def test_a_parked_message_takes_no_place(self, bench: Bench) -> None:
         await put_many(bench, 4, gate="task:")
         first = await bench.claim(gatings=[CAP])
         await bench.store.settle([(first[0], Parked(None, seen=0))])
@@ -115,7 +115,7 @@ class CapContract(Contract):
 
 
 class FairContract(Contract):
-    """Whose turn it is."""
+    """Turns among gates, and priorities."""
 
     @scenario
     async def test_gates_take_turns_however_many_wait_at_one(self, bench: Bench) -> None:
@@ -134,7 +134,7 @@ class FairContract(Contract):
         assert sorted(seen[:3]) == sorted(seen[3:]) == ["a", "b", "c"]
 
     @scenario
-    async def test_one_place_goes_round_among_those_who_wait_for_it(self, bench: Bench) -> None:
+    async def test_one_place_goes_round_among_the_waiting_gates(self, bench: Bench) -> None:
         one = [Gating(name="task", max_running=1)]
         for tenant in "abc":
             await put_many(bench, 4, prefix=tenant, gate=f"task:{tenant}")
@@ -156,7 +156,7 @@ class FairContract(Contract):
         assert seen == {"gated", "plain", "lined"}
 
     @scenario
-    async def test_who_has_priority_comes_first(self, bench: Bench) -> None:
+    async def test_a_higher_priority_comes_first(self, bench: Bench) -> None:
         for priority in (0, 5, 9, 0):
             await bench.put(f"p{priority}-{bench.clock.now()}", priority=priority)
             bench.clock.advance(1)
@@ -215,4 +215,4 @@ class FairContract(Contract):
 
 
 class GateContract(CapContract, LineContract, SequenceContract, FairContract):
-    """All of it."""
+    """Every part of the contract of gates."""

@@ -1,4 +1,4 @@
-"""Journals: what an owner records is fenced, and what others and people may record for it."""
+"""Journals: the owner records under its fence; other messages, callers and operators may record certain lines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.errors import LeaseLostError, LimitError, SignalError
-from onefold.step import Note, Step, StepKind
 from onefold.store import Done, Lease, Parked, Query, State
+from onefold.store.journal_lines import Line, LineKind, Note
 from onefold.testing.contracts.bench import ACT, AGAIN, DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
 
 WAITING = Parked(None, seen=0)
 
 
-def result(name: str, value: bytes = b"1") -> Step:
-    return Step(name, StepKind.RESULT, value, fingerprint=b"print")
+def result(name: str, value: bytes = b"1") -> Line:
+    return Line(name, LineKind.RESULT, value, fingerprint=b"print")
 
 
-def signal(id_: str, name: str = "paid", value: bytes = b"7") -> Step:
-    return Step(f"{name}/{id_}", StepKind.SIGNAL, value)
+def signal(id_: str, name: str = "paid", value: bytes = b"7") -> Line:
+    return Line(f"{name}/{id_}", LineKind.SIGNAL, value)
 
 
 async def lines(bench: Bench, id_: str) -> list[tuple[str, str, bytes]]:
@@ -36,9 +36,9 @@ async def parked(bench: Bench, outcome: Parked = WAITING, **fields: object) -> L
 
 
 class JournalContract(Contract):
-    """What is written down step by step."""
+    """The journal of a message."""
 
-    # For people.
+    # Shown to operators.
 
     @scenario
     async def test_a_message_parked_because_of_a_failure_shows_it_until_it_goes_on(self, bench: Bench) -> None:
@@ -72,7 +72,7 @@ class JournalContract(Contract):
         (fresh,) = await bench.claim(types=types)
         await bench.store.record(fresh, [result("b"), result("a")])
         await bench.store.record(fresh.id, [signal("1")])
-        await bench.store.settle([(fresh, Parked(0.0, seen=0, awaits=0, steps=(Step("c", StepKind.TIMER, b"0.0"),)))])
+        await bench.store.settle([(fresh, Parked(0.0, seen=0, awaits=0, steps=(Line("c", LineKind.TIMER, b"0.0"),)))])
         told = await bench.put(pinned=True)
         await bench.store.record(told.id, [signal("1")])
         journals = {lease.id: lease.journal or () for lease in await bench.claim(types=types)}
@@ -82,7 +82,7 @@ class JournalContract(Contract):
             assert journal == tuple(await bench.store.steps(id_))
 
     @scenario
-    async def test_a_journal_with_a_large_value_is_left_to_be_read_by_whoever_needs_it(self, bench: Bench) -> None:
+    async def test_a_journal_with_a_large_value_does_not_come_with_the_claim(self, bench: Bench) -> None:
         fits, large, parts = limits.CLAIMED_VALUE_BYTES_MAX, limits.CLAIMED_VALUE_BYTES_MAX + 1, 2_000_000
         for size in (fits, large, parts):
             await bench.put(pinned=True)
@@ -102,12 +102,12 @@ class JournalContract(Contract):
         assert await bench.store.steps(lease.id) == []
         first = await bench.store.record(lease, [result("a"), result("b", b"2")])
         bench.clock.advance(5)
-        await bench.store.record(lease, [Step("a", StepKind.TIMER, b"3")])
+        await bench.store.record(lease, [Line("a", LineKind.TIMER, b"3")])
         found = await bench.store.steps(lease.id)
         assert [(s.name, s.kind, s.value, s.fingerprint) for s in found] == [
-            ("a", StepKind.RESULT, b"1", b"print"),
-            ("b", StepKind.RESULT, b"2", b"print"),
-            ("a", StepKind.TIMER, b"3", b""),
+            ("a", LineKind.RESULT, b"1", b"print"),
+            ("b", LineKind.RESULT, b"2", b"print"),
+            ("a", LineKind.TIMER, b"3", b""),
         ]
         assert first == found[:2]
         assert found[2].at - found[0].at == 5 * MICROSECONDS
@@ -170,7 +170,7 @@ class JournalContract(Contract):
 
     @scenario
     async def test_a_large_value_is_kept_in_parts(self, bench: Bench) -> None:
-        """H3: above a mebibyte a result is set aside."""
+        """H3: a result above one mebibyte is stored apart from its line."""
         lease = await bench.leased()
         large = b'"' + b"x" * (2 * limits.STEP_BYTES_INLINE + 7) + b'"'
         (stands,) = await bench.store.record(lease, [result("large", large)])
@@ -186,9 +186,9 @@ class JournalContract(Contract):
     @scenario
     async def test_others_may_record_only_what_concerns_them(self, bench: Bench) -> None:
         lease = await bench.leased()
-        for kind in StepKind:
-            step = Step("a", kind, b"1")
-            if kind in (StepKind.SIGNAL, StepKind.CHILD, StepKind.TIMER):
+        for kind in LineKind:
+            step = Line("a", kind, b"1")
+            if kind in (LineKind.SIGNAL, LineKind.CHILD, LineKind.TIMER):
                 assert await bench.store.record(lease.id, [step])
             else:
                 with pytest.raises(ValueError, match="owner"):
@@ -196,7 +196,7 @@ class JournalContract(Contract):
         assert len(await bench.store.steps(lease.id)) == 3
 
     @scenario
-    async def test_nothing_is_recorded_for_whom_it_would_not_reach(self, bench: Bench) -> None:
+    async def test_nothing_is_recorded_for_a_message_that_ended_for_good(self, bench: Bench) -> None:
         done = await bench.settled(None, DONE)
         cancelled = await bench.put()
         await bench.move(cancelled.id, State.CANCELLED)
@@ -209,8 +209,8 @@ class JournalContract(Contract):
         for id_ in (bench.message().id, "no-such-message"):
             with pytest.raises(SignalError):
                 await bench.store.record(id_, [signal("1")])
-            # The end of a child may come after its parent is gone.
-            assert await bench.store.record(id_, [Step("c#1", StepKind.CHILD, b"{}")]) == []
+            # The result of a child may arrive after its parent is gone.
+            assert await bench.store.record(id_, [Line("c#1", LineKind.CHILD, b"{}")]) == []
             assert await bench.store.steps(id_) == []
 
     @scenario
@@ -265,14 +265,14 @@ class JournalContract(Contract):
             await bench.store.record(lease.id, [signal("one more")])
         assert len(await bench.store.steps(lease.id)) == limits.SIGNALS_MAX
 
-    # People.
+    # Operators.
 
     @scenario
     async def test_an_operator_records_for_a_message_that_waits(self, bench: Bench) -> None:
         lease = await parked(bench, Parked(None, 0, awaits=0))
         async with bench.store.transaction() as transaction:
-            (stands,) = await transaction.record(lease.id, [Step("mail", StepKind.EFFECT, b"1")], act=ACT)
-            (again,) = await transaction.record(lease.id, [Step("mail", StepKind.EFFECT, b"2")], act=ACT)
+            (stands,) = await transaction.record(lease.id, [Line("mail", LineKind.EFFECT, b"1")], act=ACT)
+            (again,) = await transaction.record(lease.id, [Line("mail", LineKind.EFFECT, b"2")], act=ACT)
         assert (stands.value, again.value) == (b"1", b"1")
         assert (await bench.record(lease.id)).fence > lease.fence
         claimed = await bench.claim_only()
@@ -285,13 +285,13 @@ class JournalContract(Contract):
         assert await bench.state(dead.id) is State.DEAD
 
     @scenario
-    async def test_an_operator_takes_a_saga_from_whoever_runs_it(self, bench: Bench) -> None:
-        """That it is to be undone is recorded for any message that is alive, and for no other."""
-        undo = Step("undo#0", StepKind.UNDO, b"{}")
+    async def test_an_operator_takes_a_saga_from_the_worker_that_runs_it(self, bench: Bench) -> None:
+        """The request to undo it is recorded for every message that is alive, and for no other."""
+        undo = Line("undo#0", LineKind.UNDO, b"{}")
         lease = await bench.leased()
         async with bench.store.transaction() as transaction:
             (stands,) = await transaction.record(lease.id, [undo], act=ACT)
-        assert (stands.name, stands.kind) == (undo.name, StepKind.UNDO)
+        assert (stands.name, stands.kind) == (undo.name, LineKind.UNDO)
         with pytest.raises(LeaseLostError):
             await bench.store.record(lease, [result("late")])
         claimed = await bench.claim_only()
@@ -314,9 +314,9 @@ class JournalContract(Contract):
     @scenario
     async def test_a_run_goes_back_to_a_step(self, bench: Bench) -> None:
         lease = await bench.leased()
-        sent = Step("c#1", StepKind.SENT, b"{}")
-        await bench.store.record(lease, [result("a#1"), Step("b#1!0.0", StepKind.RETRY, b"{}"), result("b#1"), sent])
-        await bench.store.record(lease.id, [signal("1"), Step("c#1", StepKind.CHILD, b"{}")])
+        sent = Line("c#1", LineKind.SENT, b"{}")
+        await bench.store.record(lease, [result("a#1"), Line("b#1!0.0", LineKind.RETRY, b"{}"), result("b#1"), sent])
+        await bench.store.record(lease.id, [signal("1"), Line("c#1", LineKind.CHILD, b"{}")])
         await bench.store.record(lease, [result("d#1")])
         async with bench.store.transaction() as transaction:
             assert await transaction.rewind(lease.id, "nothing#1", ACT) == []
@@ -350,7 +350,7 @@ class JournalContract(Contract):
             assert await transaction.move([lease.id], State.SCHEDULED, ACT) == [lease.id]
         assert (await bench.claim_only()).id == lease.id
 
-    # The rest of its life.
+    # The rest of a message's life.
 
     @scenario
     async def test_a_journal_goes_with_its_message(self, bench: Bench) -> None:
@@ -367,7 +367,7 @@ class JournalContract(Contract):
 
     @scenario
     async def test_a_pinned_message_is_taken_only_by_its_version(self, bench: Bench) -> None:
-        """H6: also after a redrive."""
+        """H6: this holds after a redrive as well."""
         stored = await bench.put(pinned=True, schema_version=2)
         assert await bench.claim(types=("task", "task@1", "task@3")) == []
         (lease,) = await bench.claim(types=("task@2", "other"))

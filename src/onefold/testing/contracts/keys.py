@@ -9,8 +9,8 @@ import pytest
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.envelope import Envelope
 from onefold.errors import KeyReuseError
+from onefold.message.envelope import Envelope
 from onefold.store import PutOptions, State, Stored
 from onefold.testing.contracts.bench import DEAD, DONE, Bench, Contract, scenario
 from onefold.testing.model import Model
@@ -20,11 +20,11 @@ _MINUTE = 60 * MICROSECONDS
 
 
 def _batch(bench: Bench, count: int = 3, payload: bytes = b"[1]") -> list[Envelope]:
-    """Make a batch as the app does: a message without a key of its own is named after the batch and its place."""
+    """Make a batch as the app does: a message without its own key is named after the batch and its place in it."""
     return [bench.message(f"b#{number}", payload=payload) for number in range(count)]
 
 
-#: Idempotency key, deduplication key and payload of the messages of one put; what matters is who comes first.
+#: Idempotency key, deduplication key and payload of the messages of one put, in which the order of messages matters.
 _Sent = tuple[str | None, str | None, bytes]
 _MIXED: dict[str, Sequence[_Sent]] = {
     "window first": [("k", "d", b"[1]"), ("k", None, b"[1]")],
@@ -53,7 +53,7 @@ def _told(stored: Stored) -> tuple[str, bool, bool]:
 
 
 class KeyContract(Contract):
-    """The other two kinds of keys, and all kinds of them together."""
+    """Deduplication keys, batch keys, and all kinds of keys together."""
 
     @scenario
     async def test_a_deduplication_key_coalesces_for_its_window_whatever_the_payload(self, bench: Bench) -> None:
@@ -112,7 +112,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_a_key_window_over_does_not_open_the_other_key(self, bench: Bench) -> None:
-        """The deduplication window ends while the message lives: its idempotency key still answers."""
+        """The deduplication window ends while the message lives; its idempotency key still finds it."""
         first = await bench.put("k", deduplication_key="d", deduplicate_for=_MINUTE)
         bench.clock.advance(60.0)
         second = await bench.put("k", deduplication_key="d", deduplicate_for=_MINUTE)
@@ -122,13 +122,13 @@ class KeyContract(Contract):
 
     @scenario
     async def test_messages_of_one_put_are_judged_in_their_order(self, bench: Bench) -> None:
-        """Whatever keys they have, the answers are those that the same messages get one by one."""
+        """For all combinations of keys the answers are the same as when the messages are put one by one."""
         for name, sent in _MIXED.items():
             await self._put_as_the_model_says(bench, name, _messages(bench, sent))
 
     @scenario
-    async def test_keys_whose_time_is_over_are_taken_in_order_too(self, bench: Bench) -> None:
-        """In one put: the first message of each key takes it from the message that had it before."""
+    async def test_expired_keys_are_taken_in_order_too(self, bench: Bench) -> None:
+        """In one put, the first message of each key takes it over from the message that held it before."""
         for name, sent in _MIXED.items():
             before = {key: None for key, _, _ in sent if key is not None}
             old = await bench.store.put([bench.message(key, payload=b"[0]") for key in before])
@@ -152,7 +152,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_senders_at_once_with_and_without_a_window_store_one_message(self, bench: Bench) -> None:
-        """They share a commit, and still one key is one message."""
+        """They share a commit, and still one key gives one message."""
         for number in range(20):
             key, window = f"k{number}", f"d{number}"
             sent = _messages(bench, [(f"other{number}", None, b"[1]"), (key, window, b"[1]"), (key, None, b"[1]")])
@@ -164,7 +164,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_a_dead_letter_is_redriven_once_for_a_put_that_names_it_twice(self, bench: Bench) -> None:
-        """The first of them reopens it, and the second is a duplicate of a message that lives again."""
+        """The first of them reopens it, and the second is a duplicate of a living message."""
         letter = await bench.settled("k", DEAD)
         twice = _messages(bench, [("k", "d", b"[1]"), ("k", None, b"[1]")])
         answers = await bench.store.put(twice, PutOptions(if_dead="redrive"))
@@ -173,7 +173,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_a_message_that_is_put_again_gives_its_key_to_no_other(self, bench: Bench) -> None:
-        """A lost answer, asked for after the message was cancelled and its key had gone on to another."""
+        """The answer is lost; before the send is repeated, the message is cancelled and another one takes its key."""
         first = bench.message("k", deduplication_key="d", deduplicate_for=_MINUTE)
         assert await bench.move((await bench.store.put([first]))[0].id, State.CANCELLED)
         assert await bench.move((await bench.put("k", deduplication_key="d")).id, State.CANCELLED)
@@ -186,7 +186,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_the_idempotency_key_wins_within_one_put_too(self, bench: Bench) -> None:
-        """Also when the deduplication key was held before, and the idempotency key was taken a moment ago."""
+        """Even if the deduplication key was held before, and the idempotency key was taken by the same put."""
         await bench.put(deduplication_key="d", deduplicate_for=_MINUTE)
         first, second = await bench.store.put(_messages(bench, [("k", None, b"[1]"), ("k", "d", b"[1]")]))
         assert (second.id, second.duplicate) == (first.id, True)
@@ -217,7 +217,7 @@ class KeyContract(Contract):
 
     @scenario
     async def test_a_batch_key_is_free_when_its_time_is_over(self, bench: Bench) -> None:
-        """Whether or not a purge has come by, a batch of other content may have the key then."""
+        """A batch with other content may take the key then, whether or not a purge has run."""
         await bench.store.put([bench.message("x")], _BATCH)
         bench.clock.advance(limits.KEY_WINDOW - 0.000001)
         with pytest.raises(KeyReuseError):

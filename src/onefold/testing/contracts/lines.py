@@ -1,4 +1,4 @@
-"""Lines: messages with one ordering key, one at a time and in order, whoever claims."""
+"""Lines: messages with one ordering key run one at a time and in order, across all claimers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from onefold import limits
-from onefold.gate import Gating
 from onefold.store import Again, Lane, Lease, Parked, State
+from onefold.store.gates import Gating
 from onefold.testing.contracts.bench import AGAIN, DEAD, DONE, LEASE, Bench, Contract, scenario
 
 CAP = Gating(name="task", max_running=3)
@@ -23,7 +23,7 @@ async def put_many(bench: Bench, number: int, prefix: str = "k", **fields: Any) 
 
 
 class LineContract(Contract):
-    """One at a time, in order."""
+    """One message of a line at a time, in order."""
 
     @scenario
     async def test_of_a_line_only_the_first_is_claimed(self, bench: Bench) -> None:
@@ -37,7 +37,7 @@ class LineContract(Contract):
             await bench.store.settle([(leases[0], DONE), (leases[1], DEAD)])
 
     @scenario
-    async def test_who_waits_for_its_next_attempt_holds_its_line(self, bench: Bench) -> None:
+    async def test_a_message_that_waits_for_its_next_attempt_holds_its_line(self, bench: Bench) -> None:
         await put_many(bench, 2, ordering_key="a")
         (first,) = await bench.claim()
         await bench.store.settle([(first, AGAIN)])
@@ -46,7 +46,7 @@ class LineContract(Contract):
         assert keys(await bench.claim()) == ["k0"]
 
     @scenario
-    async def test_who_fails_may_be_passed_over_and_comes_back(self, bench: Bench) -> None:
+    async def test_a_failed_message_may_be_passed_over_and_comes_back(self, bench: Bench) -> None:
         skip = [Gating(name="task", on_failure="skip")]
         await put_many(bench, 3, ordering_key="a")
         (first,) = await bench.claim(gatings=skip)
@@ -97,7 +97,7 @@ class LineContract(Contract):
         assert seen == ["k1", "k2", "k0", "k3"]
 
     @scenario
-    async def test_those_who_claim_at_the_same_moment_get_one_of_a_line(self, bench: Bench) -> None:
+    async def test_claims_at_the_same_moment_get_one_of_a_line(self, bench: Bench) -> None:
         stores = [bench.store, *[await bench.another() for _ in range(3)]]
         await put_many(bench, 12, ordering_key="a")
         for n in range(12):
@@ -107,7 +107,7 @@ class LineContract(Contract):
             await bench.store.settle([(leases[0], DONE)])
 
     @scenario
-    async def test_who_cannot_be_handled_here_holds_its_line(self, bench: Bench) -> None:
+    async def test_a_message_that_cannot_be_handled_here_holds_its_line(self, bench: Bench) -> None:
         await bench.put("new", ordering_key="a", gate="both:a", message_type="newer")
         await bench.put("old", ordering_key="a", gate="both:a")
         assert await bench.claim() == []
@@ -139,7 +139,7 @@ class LineContract(Contract):
 
 
 class SequenceContract(Contract):
-    """Numbers instead of the order of sends."""
+    """Sequence numbers instead of the order of sends."""
 
     @scenario
     async def test_numbers_decide_in_whatever_order_they_came(self, bench: Bench) -> None:
@@ -164,7 +164,7 @@ class SequenceContract(Contract):
         assert (keys([second]), second.gap) == (["n2"], False)
 
     @scenario
-    async def test_who_has_waited_long_enough_is_given_with_the_gap(self, bench: Bench) -> None:
+    async def test_a_message_that_waited_long_enough_is_claimed_with_the_gap(self, bench: Bench) -> None:
         await bench.put("n3", ordering_key="a", sequence=3)
         bench.clock.advance(limits.GAP_SECONDS - 1)
         assert await bench.claim() == []
@@ -184,14 +184,14 @@ class SequenceContract(Contract):
         assert sorted((lease.envelope.idempotency_key, lease.gap) for lease in leases) == [("n5", True), ("n6", False)]
 
     @scenario
-    async def test_who_is_cancelled_passes_its_number_on(self, bench: Bench) -> None:
+    async def test_a_cancelled_message_leaves_no_gap(self, bench: Bench) -> None:
         first = await bench.put("n1", ordering_key="a", sequence=1)
         await bench.put("n2", ordering_key="a", sequence=2)
         assert await bench.move(first.id, State.CANCELLED)
         assert keys(await bench.claim()) == ["n2"]
 
     @scenario
-    async def test_who_is_passed_over_is_not_missing(self, bench: Bench) -> None:
+    async def test_a_message_that_was_passed_over_is_not_missing(self, bench: Bench) -> None:
         skip = [Gating(name="task", on_failure="skip")]
         for number in (1, 2, 3):
             await bench.put(f"n{number}", ordering_key="a", sequence=number)

@@ -13,7 +13,7 @@ from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, PARKED, Benc
 
 
 class OperatorContract(Contract):
-    """What people do."""
+    """The verbs of operators."""
 
     @scenario
     async def test_redrive_reopens_a_letter_above_the_fence_that_ended_it(self, bench: Bench) -> None:
@@ -75,7 +75,7 @@ class OperatorContract(Contract):
         assert lease.envelope.expires_at == bench.clock.now() + 60 * MICROSECONDS
 
     @scenario
-    async def test_a_letter_whose_key_went_to_another_message_cannot_be_redriven(self, bench: Bench) -> None:
+    async def test_a_letter_that_lost_its_key_to_another_message_cannot_be_redriven(self, bench: Bench) -> None:
         """Otherwise two messages with one key would be alive, and the effect could happen twice."""
         dead = await bench.settled("k", DEAD)
         bench.clock.advance(limits.KEY_WINDOW)
@@ -86,7 +86,7 @@ class OperatorContract(Contract):
 
     @scenario
     async def test_a_letter_is_redriven_in_its_time_only_whether_or_not_a_purge_came_by(self, bench: Bench) -> None:
-        """And says until when, which is before its key is free."""
+        """It shows its deadline, which is before its key becomes free."""
         early, late = await bench.settled("k", DEAD), await bench.settled("l", DEAD)
         until = bench.clock.now() + round(limits.DEAD_RETENTION * MICROSECONDS)
         record = await bench.record(late.id)
@@ -152,7 +152,7 @@ class OperatorContract(Contract):
 
     @scenario
     async def test_exactly_the_legal_moves_are_possible(self, bench: Bench) -> None:
-        """Every pair of states is tried with every verb that could lead there, against ``MOVES``."""
+        """Every pair of states is tried with every verb that could lead there, and compared with ``MOVES``."""
         for origin in (None, *State):
             for to in State:
                 id_, lease = await _bring_to(bench, origin)
@@ -163,7 +163,7 @@ class OperatorContract(Contract):
                 if possible:
                     assert await bench.state(id_) is to
                 if await bench.find(id_) is not None:
-                    await bench.move(id_, State.CANCELLED)  # out of the way of the next one
+                    await bench.move(id_, State.CANCELLED)  # so that the next claim does not return it
 
     # Reading.
 
@@ -280,7 +280,7 @@ class OperatorContract(Contract):
 
     @scenario
     async def test_now_is_the_clock_by_which_everything_is_dated(self, bench: Bench) -> None:
-        """C19: whoever decides what is due asks the store, not its own machine."""
+        """C19: what is due is decided by the store's clock, not by that of the machine that asks."""
         now = await bench.store.now()
         assert now == bench.clock.now()
         stored = await bench.put("k")
@@ -309,7 +309,7 @@ async def _register(bench: Bench, value: bytes | None, *, version: int, expires_
 
 
 async def _bring_to(bench: Bench, state: State | None) -> tuple[str, Lease]:
-    """Return a message in this state, and the last lease anybody had on it."""
+    """Return a message in this state, and the last lease on it."""
     if state is None:
         absent = bench.message()
         return absent.id, Lease(absent, 1, 1, 0, 0, bench.clock.now(), "grace")
@@ -329,7 +329,7 @@ async def _bring_to(bench: Bench, state: State | None) -> tuple[str, Lease]:
 
 
 async def _try(bench: Bench, id_: str, lease: Lease, to: State) -> bool:
-    """Try every way there might be; says whether one worked."""
+    """Try every verb that could lead to this state; return whether one worked."""
     if to is State.SCHEDULED:
         if await bench.find(id_) is None:
             await bench.store.put([lease.envelope])

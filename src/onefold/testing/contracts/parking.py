@@ -1,4 +1,4 @@
-"""Parked messages and what wakes them; children, which tell their parents how they ended."""
+"""Parked messages and their wake-ups; children, which tell their parents how they ended."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
-from onefold.step import Note
 from onefold.store import Dead, Done, Parked, Query, State
+from onefold.store.journal_lines import Note
 from onefold.testing.contracts.bench import DEAD, DONE, FAILURE, LEASE, Bench, Contract, scenario
 from onefold.testing.contracts.journal import lines, parked, result, signal
 
 
 class ParkContract(Contract):
-    """Waiting without a worker."""
+    """Messages that wait without a worker."""
 
     # Parking.
 
     @scenario
-    async def test_a_parked_message_is_nobodys_until_its_time(self, bench: Bench) -> None:
+    async def test_a_parked_message_has_no_owner_until_its_time(self, bench: Bench) -> None:
         lease = await parked(bench, Parked(60.0, 0))
         record = await bench.record(lease.id)
         assert (record.state, record.attempt, record.worker) == (State.PARKED, 0, None)
@@ -55,7 +55,7 @@ class ParkContract(Contract):
 
     @scenario
     async def test_what_came_before_it_parked_is_not_overlooked(self, bench: Bench) -> None:
-        """B22: the lost wake-up, in the order in which a naive park would lose it."""
+        """The lost wake-up, in the order in which a naive park would lose it."""
         lease = await bench.leased()
         await bench.store.record(lease.id, [signal("1")])
         assert await bench.store.settle([(lease, Parked(None, lease.wake))]) == [True]
@@ -124,13 +124,13 @@ class ParkContract(Contract):
         lease = await parked(bench)
         await bench.store.record(lease.id, [signal("1")])
         woken = await bench.claim_only()
-        bench.clock.advance(LEASE)  # its worker died
+        bench.clock.advance(LEASE)  # its lease runs out, as after the death of its worker
         again = await bench.claim_only()
         assert (again.id, again.fence, again.wake) == (lease.id, woken.fence + 1, 1)
 
     @scenario
     async def test_no_wake_up_is_lost_in_a_race(self, bench: Bench) -> None:
-        """B22: parking and telling at the same time, from two stores, again and again."""
+        """Two stores park and record at the same time, again and again."""
         other = await bench.another()
         for number in range(15):
             lease = await bench.leased()
@@ -189,9 +189,9 @@ class ParkContract(Contract):
         assert await bench.store.steps(parent.id) == []
 
     @scenario
-    async def test_a_child_whose_parent_is_gone_ends_all_the_same(self, bench: Bench) -> None:
+    async def test_a_child_ends_although_its_parent_is_gone(self, bench: Bench) -> None:
         parent = await bench.settled(None, DONE)
-        for reply_to in (f"{parent.id}/a#1", f"{bench.message().id}/a#1", "nobody/a#1"):
+        for reply_to in (f"{parent.id}/a#1", f"{bench.message().id}/a#1", "unknown/a#1"):
             child = await bench.settled(None, DONE, reply_to=reply_to)
             assert await bench.state(child.id) is State.DONE
         assert await bench.store.steps(parent.id) == []

@@ -1,4 +1,4 @@
-"""Purge: first bodies, then messages with their keys; never more than asked for, never anything alive."""
+"""Purge: first bodies, then messages with their keys; never more than the limit, never a message that is alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def _purge(bench: Bench, limit: int = limits.PURGE_BATCH) -> Purged:
 
 
 class PurgeContract(Contract):
-    """What goes, and when."""
+    """The removal of bodies, messages, keys and what people did."""
 
     @scenario
     async def test_a_kept_key_outlives_its_body_and_still_answers_with_the_result(self, bench: Bench) -> None:

@@ -1,6 +1,6 @@
-"""Put: what is stored, what comes back, and what a second send with the same idempotency key does.
+"""Put: what is stored, what is returned, and what a second send with the same idempotency key does.
 
-The tests of the second send go through the table of architecture.md, section 8, line by line.
+The tests of the second send cover every case of the table in ``docs/guarantees.md``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _YEAR = 365 * limits.DAY
 
 
 class PutContract(Contract):
-    """How a message comes to rest."""
+    """The verb that stores messages."""
 
     @scenario
     async def test_a_stored_message_comes_back_as_it_was_sent(self, bench: Bench) -> None:
@@ -38,7 +38,7 @@ class PutContract(Contract):
         assert (stored.id, stored.state, stored.duplicate, stored.clash) == (sent.id, State.SCHEDULED, False, False)
         record = await bench.record(sent.id)
         now, got = bench.clock.now(), record.envelope
-        # How long it waits and coalesces is gone once the store's own times are there; the fingerprint is the key's.
+        # The store replaces the delay and the deduplication window by times, and keeps the fingerprint with the key.
         times = {"created_at": now, "due_at": now + 2 * MICROSECONDS, "expires_at": now + 62 * MICROSECONDS}
         assert got == msgspec.structs.replace(sent, **times, delay=0, deduplicate_for=0, fingerprint=b"")
         assert (record.state, record.attempt, record.crashes, record.replay_count) == (State.SCHEDULED, 0, 0, 0)
@@ -57,7 +57,7 @@ class PutContract(Contract):
 
     @scenario
     async def test_putting_the_same_message_again_changes_nothing(self, bench: Bench) -> None:
-        """The answer was lost, so the sender asks again with the same id: that is not a duplicate, it is the same."""
+        """After a lost answer the sender repeats the put with the same id: the same message, not a duplicate."""
         for envelope in (bench.message("k"), bench.message(), bench.message(deduplication_key="d")):
             await bench.store.put([envelope])
             again = (await bench.store.put([envelope]))[0]
@@ -87,7 +87,7 @@ class PutContract(Contract):
         ]
         assert await bench.all_ids() == {envelopes[0].id, envelopes[3].id}
 
-    # What a second send with the same key does.
+    # A second send with the same key.
 
     @scenario
     async def test_second_send_while_the_first_is_scheduled_is_a_duplicate(self, bench: Bench) -> None:
@@ -161,7 +161,7 @@ class PutContract(Contract):
 
     @scenario
     async def test_the_key_is_free_at_once_when_its_window_is_over(self, bench: Bench) -> None:
-        """Whether or not purge has come by; and not a microsecond earlier."""
+        """Whether or not a purge has run, and not a microsecond earlier."""
         first = await bench.settled("k", Done(b"1", key_window=100.0))
         bench.clock.advance(100.0 - 0.000001)
         assert (await bench.put("k")).duplicate
@@ -174,7 +174,7 @@ class PutContract(Contract):
 
     @scenario
     async def test_the_window_starts_when_the_message_ended(self, bench: Bench) -> None:
-        """While a message lives its key never expires."""
+        """While a message lives, its key does not expire."""
         first = await bench.put("k")
         bench.clock.advance(_YEAR)
         assert (await bench.put("k")).id == first.id

@@ -1,4 +1,4 @@
-"""Report: what handlers say about themselves counts only while the message is theirs."""
+"""Report: what a handler reports counts only while it holds the message."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ async def _shown(bench: Bench, id_: str) -> tuple[float, str] | None:
 
 
 class ReportContract(Contract):
-    """Progress and beats, by the fence."""
+    """Progress and beats, guarded by the fence."""
 
     @scenario
     async def test_what_a_handler_says_can_be_read_while_it_runs(self, bench: Bench) -> None:
-        """G2: percentage, text and when it was said, by the store's clock."""
+        """G2: percentage, text and time of the report, by the store's clock."""
         lease = await bench.leased()
         assert await bench.store.progress([lease.id]) == {}
         at = bench.clock.now()
@@ -30,7 +30,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_a_beat_leaves_what_was_said_before(self, bench: Bench) -> None:
-        """G3: the handler is moving, with nothing new to tell."""
+        """G3: a beat shows that the handler is moving, without new progress."""
         lease = await bench.leased()
         assert await bench.store.report([(lease, Said())]) == [True]
         first = await _progress(bench, lease.id)
@@ -52,7 +52,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_a_stale_owner_changes_nothing_and_is_told(self, bench: Bench) -> None:
-        """G2, fault 2: whoever took over is not overwritten."""
+        """G2: the progress of a new owner is not overwritten."""
         old = await bench.leased()
         await bench.store.report([(old, Said(90.0, "nearly"))])
         bench.clock.advance(LEASE)
@@ -74,7 +74,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_the_last_word_may_come_after_the_end(self, bench: Bench) -> None:
-        """G2: whoever settled it is still its owner; after a retry, until the next claim."""
+        """G2: the settled owner may still report; after a retry, until the next claim."""
         done, again, dead = await bench.leased(), await bench.leased(), await bench.leased()
         assert all(await bench.store.settle([(done, DONE), (again, AGAIN), (dead, Dead(FAILURE))]))
         said = Said(100.0, "the last word")
@@ -87,7 +87,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_a_cancelled_message_is_not_its_owners_any_more(self, bench: Bench) -> None:
-        """G4: how a worker learns of it."""
+        """G4: the report tells the worker that its message was cancelled."""
         lease = await bench.leased()
         assert await bench.move(lease.id, State.CANCELLED)
         assert await bench.store.report([(lease, None)]) == [False]
@@ -106,7 +106,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_what_tells_of_a_dead_letter_leaves_with_it(self, bench: Bench) -> None:
-        """D7: in the same commit, and only if the lease was held."""
+        """D7: the message that announces a dead letter is stored in the same commit, and only if the lease was held."""
         stale, lease = await bench.leased(), await bench.leased()
         assert await bench.move(stale.id, State.CANCELLED)
         lost, told = bench.message(), bench.message()
@@ -117,7 +117,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_counts_say_since_when_there_are_dead_letters(self, bench: Bench) -> None:
-        """D9: per queue, the oldest one."""
+        """D9: per queue, the time of the oldest dead letter."""
         first, second = await bench.leased(), await bench.leased()
         at = bench.clock.now()
         await bench.store.settle([(second, Dead(FAILURE))])
@@ -131,7 +131,7 @@ class ReportContract(Contract):
 
     @scenario
     async def test_a_result_is_read_for_the_whole_window_and_not_after_it(self, bench: Bench) -> None:
-        """G1: whether or not a purge has come by."""
+        """G1: whether or not a purge has run."""
         lease = await bench.settled("k", Done(b'"paid"', key_window=100.0, body_retention=10.0))
         bench.clock.advance(100.0 - 0.000001)
         assert (await bench.record(lease.id)).result == b'"paid"'

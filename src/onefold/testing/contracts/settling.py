@@ -1,4 +1,4 @@
-"""Settle: how claims end, what is written down, and that the fence alone decides who may."""
+"""Settle: how claims end, what is stored, and that only the fence decides whether a settlement counts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SettleContract(Contract):
 
     @scenario
     async def test_a_stale_lease_cannot_settle(self, bench: Bench) -> None:
-        """Whatever it says: the new owner finds the message untouched and ends it."""
+        """Every outcome is refused: the new owner finds the message untouched and ends it."""
         for number, outcome in enumerate(_OUTCOMES):
             stale = await bench.leased(f"k{number}")
             bench.clock.advance(LEASE)
@@ -120,7 +120,7 @@ class SettleContract(Contract):
 
     @scenario
     async def test_a_lease_settles_once(self, bench: Bench) -> None:
-        """The answer was lost, so the worker settles again: the second time changes nothing."""
+        """The answer was lost and the worker settles again: the second settlement changes nothing."""
         for number, outcome in enumerate(_OUTCOMES):
             lease = await bench.settled(f"k{number}", outcome)
             before = await bench.record(lease.id), await bench.store.attempts(lease.id)
@@ -164,7 +164,7 @@ class SettleContract(Contract):
 
     @scenario
     async def test_a_stale_and_a_fresh_lease_of_one_message_are_told_apart(self, bench: Bench) -> None:
-        """A worker that lost a message and claimed it again may settle both runs in one go."""
+        """A worker that lost a message and claimed it again may settle both runs in one call."""
         expected = {Done: State.DONE, Again: State.SCHEDULED, Dead: State.DEAD, HandBack: State.SCHEDULED}
         for number, (old, new) in enumerate(itertools.product(_OUTCOMES, _OUTCOMES)):
             child = bench.message("child-of-a-stale-lease")
@@ -180,7 +180,7 @@ class SettleContract(Contract):
             failed = isinstance(new, Again | Dead) and new.failure is not None
             assert [one.fence for one in await bench.store.attempts(fresh.id)] == ([fresh.fence] if failed else [])
             assert await bench.find(child.id) is None
-            await bench.move(fresh.id, State.CANCELLED)  # out of the way of the next one
+            await bench.move(fresh.id, State.CANCELLED)  # so that the next claim does not return it
 
     @scenario
     async def test_what_was_sent_goes_out_with_those_that_held_their_fence_only(self, bench: Bench) -> None:
@@ -201,7 +201,7 @@ class SettleContract(Contract):
 
     @scenario
     async def test_what_was_sent_is_sent_once_although_the_run_was_repeated(self, bench: Bench) -> None:
-        """Children carry keys derived from their parent, so a second run sends the same ones."""
+        """Sends of a handler carry keys derived from its message, so a second run sends the same messages."""
         parent = await bench.settled("parent", Done(b"1", sends=(bench.message("parent/0"),)))
         child = await bench.claim_only()
         await bench.put()

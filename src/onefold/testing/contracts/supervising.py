@@ -1,4 +1,4 @@
-"""What a supervisor of processes needs: lanes, crashes that somebody saw, and whose messages were whose."""
+"""The verbs of a supervisor of processes: lanes, crashes that were observed, and the messages a worker holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TICK = 0.000001
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """All that a supervisor knows of a lease that one of its processes holds."""
+    """The parts of a lease that a supervisor knows: the id and the fence."""
 
     id: str
     fence: int
@@ -25,7 +25,7 @@ async def _ids(bench: Bench, **conditions: object) -> list[str]:
 
 
 class SuperviseContract(Contract):
-    """Crashes, counted and kept apart."""
+    """Crashes are counted, and messages that crashed workers run apart from the others."""
 
     # Lanes.
 
@@ -66,7 +66,7 @@ class SuperviseContract(Contract):
 
     @scenario
     async def test_in_a_lane_a_message_counts_as_started_at_once(self, bench: Bench) -> None:
-        """Nobody marks a suspect's beginning there, so every lease that runs out is a crash."""
+        """Workers do not mark a suspect as started in a lane, so every lease that runs out counts as a crash."""
         id_ = (await bench.put("k")).id
         assert [one.crashes for one in await bench.claim(lane=Lane.MAIN)] == [0]
         for crashes in range(1, limits.SUSPECT_AFTER + 3):
@@ -74,11 +74,11 @@ class SuperviseContract(Contract):
             assert await bench.claim(lane=Lane.MAIN) == []
             assert [(one.id, one.crashes) for one in await bench.claim(lane=Lane.PROBATION)] == [(id_, crashes)]
 
-    # Crashes that somebody saw.
+    # Crashes that were observed.
 
     @scenario
     async def test_again_after_a_crash_counts_the_crash_and_keeps_the_failure(self, bench: Bench) -> None:
-        """Known at once instead of after the lease, and no attempt is used up."""
+        """The crash is recorded at once instead of after the lease, and uses up no attempt."""
         first = await bench.leased("k")
         at = bench.clock.now()
         again = Again(5.0, FAILURE, counted=False, crashed=True)
@@ -96,7 +96,7 @@ class SuperviseContract(Contract):
         assert (third.attempt, third.crashes) == (2, 2)
 
     @scenario
-    async def test_a_lease_is_extended_by_whoever_knows_its_id_and_fence(self, bench: Bench) -> None:
+    async def test_a_lease_is_extended_by_its_id_and_fence_alone(self, bench: Bench) -> None:
         lease = await bench.leased("k")
         known = [_Known(lease.id, lease.fence), _Known(lease.id, lease.fence + 1), _Known("no-such-message", 1)]
         bench.clock.advance(LEASE - _TICK)
@@ -106,7 +106,7 @@ class SuperviseContract(Contract):
         bench.clock.advance(_TICK)
         assert (await bench.claim_only()).id == lease.id
 
-    # Whose message is whose.
+    # The messages that a worker holds.
 
     @scenario
     async def test_find_by_worker_returns_what_it_holds(self, bench: Bench) -> None:
@@ -118,7 +118,7 @@ class SuperviseContract(Contract):
         assert [one.envelope.id for one in found] == grace
         assert {(one.state, one.worker) for one in found} == {(State.LEASED, "grace")}
         assert await _ids(bench, worker="ada") == ada
-        assert await _ids(bench, worker="nobody") == []
+        assert await _ids(bench, worker="unknown") == []
         assert len(await _ids(bench, worker="grace", queue="mail")) == 1
         assert await _ids(bench, worker="grace", states=(State.SCHEDULED,)) == []
         assert await _ids(bench, worker="grace", limit=1) == grace[:1]
@@ -131,7 +131,7 @@ class SuperviseContract(Contract):
             assert await _ids(bench, worker="grace") == [lease.id]
             await bench.store.settle([(lease, outcome)])
             assert await _ids(bench, worker="grace") == []
-            await bench.move(lease.id, State.CANCELLED)  # out of the way of the next one
+            await bench.move(lease.id, State.CANCELLED)  # so that the next claim does not return it
 
     @scenario
     async def test_find_by_crashes_returns_the_living_that_workers_died_with(self, bench: Bench) -> None:
@@ -157,8 +157,8 @@ class SuperviseContract(Contract):
     # After a restore from backup.
 
     @scenario
-    async def test_after_a_restore_nobody_from_before_can_write(self, bench: Bench) -> None:
-        """The database forgot some claims, so a worker may hold a fence that the next claim would give again."""
+    async def test_after_a_restore_no_earlier_owner_can_write(self, bench: Bench) -> None:
+        """The backup lacks some claims, so without the leap the next claim could give a fence that is still in use."""
         waiting = await bench.put("waiting", delay=MICROSECONDS)
         dead, done = await bench.settled("dead", DEAD), await bench.settled("done", DONE)
         held, other = await bench.leased("held"), await bench.leased("other")

@@ -1,4 +1,4 @@
-"""Transactions: the caller's rows, what is put and what is settled commit together, or not at all."""
+"""Transactions: the caller's rows, put messages and settlements commit together, or not at all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, Bench, Contr
 
 
 class WrongError(Exception):
-    """What goes wrong in these scenarios."""
+    """Raised on purpose inside a transaction."""
 
 
 async def effects(bench: Bench) -> list[int]:
-    """Return what is in the caller's own table."""
+    """Return the rows of the caller's own table."""
     return [int(row[0]) for row in await bench.store.fetch("SELECT number FROM effect ORDER BY number")]
 
 
 async def prepare(bench: Bench) -> None:
-    """Make the caller's own table; literals instead of parameters, because drivers write placeholders differently."""
+    """Make the caller's own table; statements use literals, because drivers write placeholders differently."""
     if not bench.store.capabilities.transactional:
         pytest.skip("the caller's rows are not in this store")
     async with bench.store.transaction() as transaction:
@@ -74,7 +74,7 @@ class TransactionContract(Contract):
 
     @scenario
     async def test_a_stale_lease_takes_the_rows_of_its_handler_with_it(self, bench: Bench) -> None:
-        """What the execution does with a lost lease: settle says no, so everything is rolled back."""
+        """As the worker does with a lost lease: the settlement is refused, so everything is rolled back."""
         await prepare(bench)
         stale = await bench.leased("k")
         bench.clock.advance(LEASE)
@@ -107,7 +107,7 @@ class TransactionContract(Contract):
         assert await bench.store.settle([(lease, DONE)]) == [True]
 
     @scenario
-    async def test_nobody_sees_a_message_before_its_commit(self, bench: Bench) -> None:
+    async def test_a_message_is_invisible_before_its_commit(self, bench: Bench) -> None:
         other = await bench.another()
         sent = bench.message("k")
         async with bench.store.transaction() as transaction:
@@ -142,7 +142,7 @@ class TransactionContract(Contract):
 
     @scenario
     async def test_a_transaction_cancelled_at_any_moment_leaves_the_store_usable(self, bench: Bench) -> None:
-        """A handler may be cancelled while its transaction begins, works or commits; the next one must not suffer."""
+        """A handler may be cancelled while its transaction begins, works or commits; the next transaction must work."""
         await prepare(bench)
 
         async def work(number: int) -> None:
@@ -168,7 +168,7 @@ class TransactionContract(Contract):
 
 
 async def one_turn() -> None:
-    """Let every task that is ready go one step."""
+    """Let every task that is ready run one step."""
     turn = asyncio.Event()
     asyncio.get_running_loop().call_soon(turn.set)
     await turn.wait()

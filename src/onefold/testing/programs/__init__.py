@@ -1,7 +1,7 @@
-"""Workflows and sagas drawn from a seed, run by real workers that die at random, and judged by their journals.
+"""Workflows and sagas drawn from a seed, run by real workers that die at random, and checked against their journals.
 
-``description`` says what a program is, ``drawing`` draws one, ``walking`` says what it means.  ``interpreter`` runs it
-as a workflow or saga, ``reference`` follows what its journal recorded, and ``judging`` compares the two with what was
-done to the ``outside`` and to the tables.  ``worlds`` puts programs into the seeded simulation, ``processes`` gives
-them to real processes.
+``description`` defines the language of programs, ``drawing`` draws one, ``walking`` defines its meaning.
+``interpreter`` runs it as a workflow or saga, ``reference`` follows the answers in its journal, and ``judging``
+compares both with the effects at the provider (``outside``) and in the tables.  ``worlds`` runs programs in the
+seeded simulation, ``processes`` on real processes.
 """

@@ -1,4 +1,4 @@
-"""The language of generated programs: data that a message can carry, with a number for everything that is done."""
+"""The language of generated programs: data that a message can carry, with a number for every node."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import Literal
 
 import msgspec
 
-#: Where an action takes effect, and how often it may be called for that.
+#: Where an action takes effect, and what is known about repeated calls.
 #:
-#: ``async`` and ``def`` call a provider that knows the call again by its key; ``once`` calls one that does not, with
-#: nothing to ask; ``probed`` one that can be asked; ``kept`` one that forgets a key after a while.
+#: ``async`` and ``def`` call a provider that recognises repeated calls by their key.  Three styles call it in
+#: ``ctx.once``: ``once`` without keys or a way to ask, ``probed`` with a way to ask, ``kept`` with keys that expire.
 #: ``sql`` writes a row with the step's record; ``command`` and ``child`` send a task that writes one.
 Style = Literal["async", "def", "sql", "once", "probed", "kept", "command", "child"]
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
-    """Take effect; if that fails for good, do what rescues it."""
+    """Take effect; after a permanent failure, run the rescue."""
 
     n: int
     style: Style
     timeout: float | None = None
-    #: Done when it failed; in a saga, empty lets the saga fail.
+    #: Run after the failure; in a saga, an empty one lets the saga fail.
     rescue: tuple[Node, ...] = ()
-    #: In a saga, what takes it back: a function or a task.
+    #: In a saga, how it is undone: by a function or a task.
     undo: Literal["function", "task", "never"] | None = None
-    #: In a saga, whether it fails for good until a person has sent the saga back.
+    #: In a saga, whether it fails for good until an operator has restarted the saga.
     doomed: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
-    """Ask for the time, or wait for a signal, and go one of two ways."""
+    """Ask for the time, or wait for a signal, and take one of two branches."""
 
     n: int
     what: Literal["now", "signal"]
@@ -39,7 +39,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", omit_defaults=True):
 
 
 class Choose(msgspec.Struct, frozen=True, tag="choose", omit_defaults=True):
-    """Go one of two ways, depending on every decision so far."""
+    """Take one of two branches, depending on all decisions so far."""
 
     n: int
     yes: tuple[Node, ...] = ()
@@ -54,14 +54,14 @@ class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
 
 
 class Both(msgspec.Struct, frozen=True, tag="both"):
-    """Do several things at once."""
+    """Run several branches at once."""
 
     n: int
     branches: tuple[tuple[Node, ...], ...]
 
 
 class Repeat(msgspec.Struct, frozen=True, tag="repeat"):
-    """Do something several times."""
+    """Run a block several times."""
 
     n: int
     times: int
@@ -91,17 +91,17 @@ _decode = msgspec.json.Decoder(Block).decode
 
 
 def written(program: Block) -> str:
-    """Return a program as a message carries it."""
+    """Encode a program for a message."""
     return _encode(program).decode()
 
 
 def read(text: str) -> Block:
-    """Return the program that a message carries."""
+    """Decode the program of a message."""
     return _decode(text)
 
 
 def signals_of(block: Block, times: int = 1) -> dict[int, int]:
-    """Return for which signals a program may wait, by the number of the wait, and how often."""
+    """Return the signals for which a program may wait: by the number of the wait, how often it waits."""
     found: dict[int, int] = {}
     for node in block:
         if isinstance(node, Ask) and node.what == "signal":
@@ -113,7 +113,7 @@ def signals_of(block: Block, times: int = 1) -> dict[int, int]:
 
 
 def parts_of(node: Node) -> tuple[Block, ...]:
-    """Return the blocks inside a node that the same run goes through."""
+    """Return the blocks inside a node that run as part of the same run, not of a child."""
     match node:
         case Act():
             return (node.rescue,)

@@ -1,4 +1,4 @@
-"""Programs drawn from a seed, small enough to be read when one of them finds something."""
+"""Draws programs from a seed, small enough to be read when one of them finds a defect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from onefold.testing.programs.description import Act, Ask, Block, Both, Choose, Nest, Node, Repeat, Sleep, Style, Tell
 
-#: Weights of what a workflow is made of; the nodes that hold others are drawn only near the surface.
+#: Weights of the nodes of a workflow; nodes with branches are drawn only at small depths.
 _LEAVES = {"act": 8, "now": 3, "signal": 4, "sleep": 2, "tell": 2}
 _BRANCHES = {"choose": 2, "both": 2, "repeat": 1, "nest": 1}
 _STYLES: dict[Style, int] = {
@@ -14,14 +14,14 @@ _STYLES: dict[Style, int] = {
 }  # fmt: skip
 _DEPTH_MAX = 2
 
-#: How long a wait or an answer may take, in seconds; small beside how long a simulated world lasts.
+#: How long a wait or an answer may take, in seconds; small beside the length of a simulated world.
 _WAITS = (0.2, 0.5, 1.0)
-#: Chance that a saga has a step that fails for good.
+#: The chance that a saga has a step that fails for good.
 _DOOM = 0.5
 
 
 class Drawing:
-    """Draws programs; every node of one program has a number of its own."""
+    """Draws programs; the nodes of one program are numbered."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -32,7 +32,7 @@ class Drawing:
         return self._block(self._chance.randint(2, 5), 0)
 
     def saga(self) -> Block:
-        """Draw a saga; its steps say how they are undone, and now and then one of them is bound to fail."""
+        """Draw a saga, with the undos of its steps and sometimes with a step that is bound to fail."""
         chance = self._chance
         nodes: list[Node] = [self._saga_step() for _ in range(chance.randint(2, 4))]
         if chance.random() < 0.4:
@@ -56,7 +56,7 @@ class Drawing:
         return tuple(self._node(depth) for _ in range(length))
 
     def _part(self, depth: int) -> Block:
-        """Draw a way to go, which is sometimes empty and most often takes effect."""
+        """Draw a branch, which is sometimes empty and usually begins with an action."""
         if self._chance.random() < 0.1:
             return ()
         if self._chance.random() < 0.7:
@@ -92,7 +92,7 @@ class Drawing:
     def _act(self, depth: int, n: int | None = None) -> Act:
         chance = self._chance
         (style,) = chance.choices(list(_STYLES), list(_STYLES.values()))
-        # A plain function that is late cannot be stopped, so a limit would only let two of it run at once.
+        # A late plain function cannot be stopped, so with a timeout two calls of it could run at once.
         timed = style in ("async", "sql", "command") and chance.random() < 0.4
         rescue = self._part(depth + 1) if depth < _DEPTH_MAX else (Act(self._next(), "async"),)
         return Act(self._next() if n is None else n, style, chance.choice(_WAITS) if timed else None, rescue)
@@ -102,7 +102,7 @@ class Drawing:
         style: Style = chance.choice(["async", "async", "def", "sql", "command"])
         if chance.random() < 0.1:
             return Act(self._next(), style, undo="never")
-        # What was done at a provider is taken back there; a row may be taken back by any message.
+        # An effect at the provider is undone there; a row may be undone by any message.
         by_task = style in ("sql", "command") and chance.random() < 0.6
         timed = style in ("async", "sql", "command") and chance.random() < 0.3
         timeout = chance.choice(_WAITS) if timed else None

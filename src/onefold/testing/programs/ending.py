@@ -1,4 +1,4 @@
-"""The end of generated programs: whatever became of their workers, each is brought to its end and judged."""
+"""The end of generated programs: after all deaths each program is brought to its end and judged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUND_SECONDS = 30.0
 
 
 async def bring_to_end(app: App, outside: Outside, clock: FakeClock) -> None:
-    """Tell every program all that it waits for, look after it, and work until nothing is left to do."""
+    """Send all signals that programs wait for, act as their operator, and work until all of them have ended."""
     people = People(outside, random.Random(0), lambda event: None)
     for _ in range(_ROUNDS_MAX):
         await people.calm_down(app)
@@ -33,7 +33,7 @@ async def bring_to_end(app: App, outside: Outside, clock: FakeClock) -> None:
 async def judge_all(
     app: App, outside: Outside, concerns: Callable[[Record], bool] = lambda record: True
 ) -> tuple[int, list[Violation]]:
-    """Return how many programs there were, their children not counted, and what is wrong with them."""
+    """Return the number of programs, without their children, and the violations found."""
     rows, deeds = [Deed(*row) for row in await app.store.fetch(ROWS)], outside.deeds()
     found: list[Violation] = []
     number = 0

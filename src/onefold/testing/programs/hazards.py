@@ -1,4 +1,4 @@
-"""The dangers in the functions of generated programs: they fail, are late, get no answer, and die in any place."""
+"""The faults in the functions of generated programs: errors, delays, lost answers, and death at any point."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal
 from onefold.errors import Reject, Retry
 from onefold.testing.programs.outside import KEPT_SECONDS, Outside
 
-#: ``refused``: the provider did nothing and says so.  ``lost``: it did, and the answer does not arrive.
+#: ``refused``: the provider did nothing and says so.  ``lost``: it did it, and its answer is lost.
 Fate = Literal["", "fail", "retry", "reject", "late", "refused", "lost"]
 
-#: How often one place may misbehave, so that every program comes to its end.
+#: How often one place may fail, so that every program comes to its end.
 _MISDEEDS_MAX = 4
-#: A provider that refuses a call wants it again after this long, when it has forgotten earlier ones.
+#: A refused call may be retried after this long, when the provider has forgotten the keys of earlier calls.
 _MUCH_LATER_SECONDS = KEPT_SECONDS + 3 * 3_600.0
 
 
 class Hazards:
-    """The dangers of one process, or of one simulated world; calm, there are none."""
+    """The faults of one process or one simulated world; there are none once it is ``calm``."""
 
     def __init__(self, outside: Outside, chance: random.Random) -> None:
         self.outside = outside
@@ -27,31 +27,31 @@ class Hazards:
         self._misdeeds: Counter[str] = Counter()
         self.calm = False
 
-    # what differs between simulated and real processes
+    # differs between simulated and real processes
 
     def now(self) -> int:
         """The time by this process's clock."""
         raise NotImplementedError
 
     def risk_death(self, where: str) -> None:
-        """Die here, or not."""
+        """Die here, at random."""
         raise NotImplementedError
 
     async def dawdle(self, seconds: float) -> None:
-        """Take time."""
+        """Take this long."""
         raise NotImplementedError
 
-    # what functions do
+    # called by the functions of programs
 
     async def risk(self, where: str, fate: Fate = "") -> None:
-        """Die here, be late, or do neither."""
+        """At random, die here or be late."""
         self.risk_death(where)
         if not self.calm and (fate == "late" or self._chance.random() < 0.05):
             await self.dawdle(self._chance.uniform(0.0, 1.2))
             self.risk_death(where)
 
     def fate(self, what: str, *fates: Fate) -> Fate:
-        """Draw what becomes of one call."""
+        """Draw the fault of one call."""
         fate: Fate = self._chance.choice([*fates, "", "", ""])
         if self.calm or self._misdeeds[what] >= _MISDEEDS_MAX:
             return ""
@@ -59,7 +59,7 @@ class Hazards:
         return fate
 
     def suffer(self, fate: Fate) -> None:
-        """Raise what a fate means before anything was done."""
+        """Raise the error of a fault that prevents the effect."""
         if fate == "fail":
             raise ValueError("it fails")
         if fate == "retry":
@@ -70,5 +70,5 @@ class Hazards:
             raise Retry(after=self._chance.choice([0.2, 0.5, _MUCH_LATER_SECONDS]))
 
     def value(self) -> int:
-        """Draw what a call returns."""
+        """Draw a return value."""
         return self._chance.randrange(10)

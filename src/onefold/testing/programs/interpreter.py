@@ -1,4 +1,4 @@
-"""Runs a program as a real workflow or saga, with steps that call the outside, write rows and send messages."""
+"""Runs a program as a real workflow or saga, with steps that call the provider, write rows and send messages."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any, Literal
 
 from onefold.app import App
 from onefold.clock import to_instant
-from onefold.context import Context
-from onefold.effects import Happened, NotHappened
 from onefold.errors import CancelledMessageError, DeadError, Reject, SignalTimeoutError, StepError
-from onefold.retry import RetryPolicy
+from onefold.handlers.context import Context
+from onefold.handlers.effects import Happened, NotHappened
+from onefold.tasks.retry import RetryPolicy
 from onefold.testing.programs.description import Act, Ask, Nest, Sleep, Tell, read, written
 from onefold.testing.programs.hazards import Hazards
 from onefold.testing.programs.outside import KEPT_SECONDS, Deed
 from onefold.testing.programs.walking import Seen, told, walk
-from onefold.undo import never
-from onefold.workflow import Run
+from onefold.workflows.steps import never
+from onefold.workflows.workflow import Run
 
-#: How the rows are numbered, on each store.
+#: The column that numbers the rows, on each store.
 _NUMBERS = {"sqlite": "INTEGER PRIMARY KEY", "postgres": "BIGINT GENERATED ALWAYS AS IDENTITY"}
 ROWS = "SELECT run, place, op, seen, value FROM program_row ORDER BY number"
 _INSERT = "INSERT INTO program_row (run, place, op, seen, value) VALUES (?, ?, ?, ?, ?)"
 
-#: Steps give up soon; runs are to come to their end however often their workers die.
+#: Steps give up soon; runs are retried until they end, however often their workers die.
 _RETRY = RetryPolicy(max_attempts=3, base=0.3, cap=2.0)
 _PATIENT = RetryPolicy(max_attempts=100, base=0.1, cap=1.0)
 
 
 def table(store: Literal["sqlite", "postgres"]) -> str:
-    """Return the statement that makes the table into which programs write."""
+    """Return the statement that creates the table of the programs' rows."""
     return (
         f"CREATE TABLE program_row (number {_NUMBERS[store]}, run TEXT NOT NULL, place TEXT NOT NULL, "
         "op TEXT NOT NULL, seen TEXT NOT NULL, value BIGINT NOT NULL)"
@@ -37,7 +37,7 @@ def table(store: Literal["sqlite", "postgres"]) -> str:
 
 
 class Tasks:
-    """What is declared for programs: two workflows, a saga, and what they send."""
+    """The tasks that programs need: two workflows, a saga, and the tasks that they send."""
 
     def __init__(self, app: App, *, marker: str = "?") -> None:
         self._insert = _INSERT.replace("?", marker)
@@ -56,11 +56,11 @@ class Tasks:
     async def _run_nested(self, run: Run, body: str) -> str:
         seen: Seen = {}
         await walk(read(body), seen, _Performing(run, self))
-        # All that was decided before is in the journal with this.
+        # This step's record carries all decisions that are not in the journal yet.
         await run.options(undo=never("it does nothing")).step(finish)
         return told(seen)
 
-    # what is written with the record of a step, or with the end of a message
+    # writes a row in one commit with the record of a step or with the outcome of a message
 
     async def _do(self, ctx: Context, run_id: str, place: str, seen: str) -> int:
         return await self.write(ctx, run_id, place, "do", seen)
@@ -86,11 +86,11 @@ class Tasks:
 
 
 async def finish() -> None:
-    """Write down all that is not written down yet."""
+    """Do nothing; recording this step also records all earlier decisions."""
 
 
 class _Performing:
-    """Performs a program through a run."""
+    """Performs the nodes of a program as calls of its run."""
 
     def __init__(self, run: Run, tasks: Tasks) -> None:
         self._run = run
@@ -109,7 +109,7 @@ class _Performing:
             return self._lost(node, "gone")
 
     def _lost(self, node: Act, answer: str) -> str:
-        """A workflow goes on after a failure; a saga is undone."""
+        """Re-raise in a saga, so that it is undone; a workflow continues with the answer."""
         if self._is_saga:
             raise
         return answer
@@ -157,7 +157,7 @@ class _Performing:
         return functions[node.style]
 
     def _call(self, place: str, seen: str, fence: int, *, key: str | None = None, **options: Any) -> int:
-        """Call the provider; in a saga it is told what to do and undo, and looks at no key."""
+        """Call the provider; a saga's calls say whether they do or undo, and carry no key."""
         hazards, run_id = self._hazards, self._run.id
         keeps = options.pop("keeps", None)
         key = ("" if self._is_saga else f"{run_id}/{place}/{seen}") if key is None else key
@@ -166,7 +166,7 @@ class _Performing:
         return hazards.outside.call(deed, keeps=keeps)
 
     def _provider(self, node: Act) -> Callable[..., Any]:
-        hazards, fence = self._hazards, self._run._stretch.lease.fence
+        hazards, fence = self._hazards, self._run._replay.lease.fence
 
         async def provider(run_id: str, place: str, seen: str) -> int:
             fate = hazards.fate(f"{run_id}/{place}", "fail", "retry", "reject", "late", "lost")
@@ -183,7 +183,7 @@ class _Performing:
         return provider
 
     def _plain_provider(self, node: Act) -> Callable[..., Any]:
-        hazards, fence = self._hazards, self._run._stretch.lease.fence
+        hazards, fence = self._hazards, self._run._replay.lease.fence
 
         def provider(run_id: str, place: str, seen: str) -> int:
             fate = hazards.fate(f"{run_id}/{place}", "fail", "retry", "reject", "lost")
@@ -220,7 +220,7 @@ class _Performing:
 
             keeps = KEPT_SECONDS if node.style == "kept" else None
             probe = ask if node.style == "probed" else None
-            # Under the name of its place, so that a person who looks after it knows what to look for.
+            # The name contains the place, so that the simulated operator can look up the effect.
             return await ctx.once(f"p{place}", call, reconcile=probe, provider_keeps_keys_for=keeps)
 
         return effect
@@ -250,7 +250,7 @@ class _Performing:
         finally:
             for one in branches:
                 if isinstance(one, Coroutine):
-                    one.close()  # one that never began, because its process died, is nothing to warn of
+                    one.close()  # a branch that never began would warn
 
     def tell(self, node: Tell, place: str, seen: Seen) -> None:
         if node.how == "send":

@@ -1,4 +1,4 @@
-"""The checker of generated programs: what they did must be what the decisions in their journals imply, once."""
+"""The checker of generated programs: each must have done, once, what the decisions in its journal imply."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from onefold.journal import decode_begun, decode_ended, standing
-from onefold.status import SagaStatus, begun_steps, read_saga
-from onefold.step import UNDO_PREFIX, Step, StepKind
 from onefold.store import Record, State
+from onefold.store.journal_lines import UNDO_PREFIX, Line, LineKind
 from onefold.testing.checker import Kind, Violation
 from onefold.testing.programs.description import read
 from onefold.testing.programs.outside import Deed
 from onefold.testing.programs.reference import Reference
 from onefold.testing.programs.walking import LOST, told
-from onefold.testing.story import Story
+from onefold.testing.world.story import Story
+from onefold.workflows.journal import decode_begun, decode_ended, standing
+from onefold.workflows.saga import begun_steps
+from onefold.workflows.saga_status import SagaStatus, read_saga
 
 #: Styles that take effect at the provider; the others write rows.
 _OUTSIDE = ("async", "def", "once", "probed", "kept")
@@ -26,11 +27,11 @@ _NO_LINE = "there is no line"
 
 @dataclass(slots=True)
 class Evidence:
-    """What is left of one run when all has calmed down."""
+    """All that a run left: its record, its journal and its effects."""
 
     record: Record
-    lines: Sequence[Step]
-    #: What the provider did, and the rows that were committed, each in their order.
+    lines: Sequence[Line]
+    #: The effects at the provider and the committed rows, each in their order.
     deeds: Sequence[Deed]
     rows: Sequence[Deed]
     program: str = field(init=False)
@@ -44,7 +45,7 @@ class Evidence:
 
     @property
     def happened(self) -> list[Deed]:
-        """Everything that took effect; what the provider knew again did not."""
+        """All effects; a repeated call that the provider recognised is not one."""
         return [*(one for one in self.deeds if not one.again), *self.rows]
 
     def violation(self, kind: Kind, problem: str) -> Violation:
@@ -53,7 +54,7 @@ class Evidence:
 
 
 def judge_program(run: Evidence) -> list[Violation]:
-    """Return every way in which a workflow did not do what its decisions imply."""
+    """Return every difference between what a workflow did and what its decisions imply."""
     if run.record.state is not State.DONE:
         return [run.violation("stuck", f"it is {run.record.state.name.lower()}")]
     reference = Reference(read(run.program), run.story)
@@ -70,7 +71,7 @@ def judge_program(run: Evidence) -> list[Violation]:
         if failed and expected.how == "sql":
             least, most = 0, 0
         else:
-            # A message that was sent is worked on until it is done, whatever the run made of it.
+            # A sent message is worked on until it is done, whatever the run did with its answer.
             least, most = int(not (failed and at_provider)), 1
         if number < least:
             found.append(run.violation("lost", f"{expected.place} ({expected.how}) took no effect"))
@@ -80,7 +81,7 @@ def judge_program(run: Evidence) -> list[Violation]:
 
 
 def _phantoms(run: Evidence, reference: Reference) -> Iterable[Violation]:
-    """Nothing happens on a way that was not gone, or after another decision than the one that stands."""
+    """Yield effects on branches that were not taken, or after decisions other than the recorded ones."""
     known = {expected.place: expected for expected in reference.acts}
     for deed in (*run.deeds, *run.rows):
         if deed.place not in known:
@@ -94,7 +95,7 @@ def _phantoms(run: Evidence, reference: Reference) -> Iterable[Violation]:
 
 
 def judge_saga(run: Evidence) -> list[Violation]:
-    """Return every way in which a saga is left half done."""
+    """Return every way in which a saga was left half done."""
     saga = read_saga(run.record, run.lines)
     if saga.status not in (SagaStatus.COMPLETED, SagaStatus.COMPENSATED, SagaStatus.FAILED):
         return [run.violation("stuck", f"it is {saga.status}")]
@@ -114,12 +115,12 @@ def judge_saga(run: Evidence) -> list[Violation]:
 
 
 def _place(name: str) -> str:
-    """Return the place of a step or undo, by its name in the journal."""
+    """Return the place of a step or undo, from its name in the journal."""
     return name.removeprefix(UNDO_PREFIX).rpartition("/")[2].partition("#")[0].removeprefix("a")
 
 
 def _disorder(run: Evidence, status: SagaStatus, begun: Sequence[str]) -> Iterable[str]:
-    """A saga that no person sent back is undone in reverse, each step once, or not at all."""
+    """Yield problems of order: without a restart a saga is undone in reverse, each step once, or not at all."""
     for (place, op), number in Counter((one.place, one.op) for one in run.rows).items():
         if number > 1:
             yield f"the row of {op} {place} was written {number} times"
@@ -136,8 +137,8 @@ def _disorder(run: Evidence, status: SagaStatus, begun: Sequence[str]) -> Iterab
         yield f"it is compensated, began {begun} and undid {undone}"
 
 
-def _ends(line: Step) -> bool:
-    """Whether a line says that an undo is through."""
-    if line.kind is StepKind.CHILD:
+def _ends(line: Line) -> bool:
+    """Whether a line records the end of an undo."""
+    if line.kind is LineKind.CHILD:
         return decode_ended(line.value).state is State.DONE
-    return line.kind is StepKind.RESULT
+    return line.kind is LineKind.RESULT

@@ -1,7 +1,7 @@
-"""The outside that generated programs call: a provider with a memory, which outlives every worker.
+"""The provider that generated programs call; its memory outlives every worker.
 
-It knows calls again by their keys, for ever or for a while, and refuses a caller that has been replaced: a process that
-was stopped for long makes its call late, and no library can prevent that, but a fence lets the provider see it.
+It recognises calls by their keys, for ever or for a while, and refuses a caller that has been replaced: a process
+that was stopped for long calls late, which no library can prevent, but the fence lets the provider see it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-#: How long a provider of the style ``kept`` promises to know a key, and how much longer it does: the clocks of the
-#: processes differ by less than that.
+#: How long the provider of the style ``kept`` promises to know a key, and how much longer it really does, which is
+#: more than the clocks of the processes differ.
 KEPT_SECONDS = 12 * 3_600.0
 _KEPT_LONGER_SECONDS = 2 * 3_600.0
 
@@ -24,22 +24,22 @@ _MICROSECONDS = 1_000_000
 
 
 class StaleCallerError(Exception):
-    """The provider has heard of a later owner of the run."""
+    """The provider has already been called by a later owner of the run."""
 
 
 class Deed(msgspec.Struct, frozen=True):
-    """One thing that happened, at the provider or in the tables."""
+    """One effect, at the provider or in the tables."""
 
     run: str
     place: str
     op: Literal["do", "undo"]
-    #: The decisions that the caller had taken by then.
+    #: The decisions that the caller had taken before.
     seen: str
     value: int
     key: str = ""
     fence: int = 0
     at: int = 0
-    #: Whether the provider knew it already, so that it happened no second time.
+    #: Whether the provider recognised the call, so that nothing happened again.
     again: bool = False
 
 
@@ -51,7 +51,7 @@ class Outside:
         self._heard: dict[str, int] = {}
 
     def deeds(self) -> list[Deed]:
-        """Return everything that was done, oldest first."""
+        """Return all calls, oldest first."""
         return list(self._deeds)
 
     @contextmanager
@@ -67,7 +67,7 @@ class Outside:
         self._heard[run] = fence
 
     def call(self, deed: Deed, *, keeps: float | None = None) -> int:
-        """Do it, unless a call with the same key is remembered; returns what the first call returned."""
+        """Perform the call, unless one with the same key is remembered; return the value of the first call."""
         with self._alone():
             self._hear(deed.run, deed.fence)
             known = [one for one in self.deeds() if one.key == deed.key and one.op == deed.op] if deed.key else []
@@ -79,7 +79,7 @@ class Outside:
             return deed.value
 
     def find(self, run: str, place: str, fence: int) -> int | None:
-        """Return what a call returned, or None if it was not made; earlier owners cannot make it any more."""
+        """Return the value of a call, or None if there was none; refuses earlier owners from now on."""
         with self._alone():
             self._hear(run, fence)
             found = [one.value for one in self.deeds() if (one.run, one.place, one.op) == (run, place, "do")]
@@ -87,7 +87,7 @@ class Outside:
 
 
 class OutsideFile(Outside):
-    """The same with its memory in a file that several processes share, each of which may be killed at any moment."""
+    """The same with its memory in a file, shared by several processes, each of which may be killed at any moment."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class OutsideFile(Outside):
         return list(self._deeds)
 
     def _write(self, entry: object) -> None:
-        # One call of the kernel, which a signal does not divide.
+        # One system call, so that a kill cannot leave half a line.
         os.write(self._file, msgspec.json.encode(entry) + b"\n")
 
     def _remember(self, deed: Deed) -> None:

@@ -1,6 +1,6 @@
-"""The people around generated programs: those who tell runs what they wait for, and operators.
+"""The people around generated programs: users who send signals, and operators.
 
-They use an app as any program would, so the same people live in simulated worlds and beside real processes.
+They use an app as any program would, so they work in simulated worlds and beside real processes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import msgspec
 
 from onefold.app import App
 from onefold.errors import OnefoldError, StoreUnavailableError
-from onefold.status import SagaStatus, is_of_undo
-from onefold.step import StepKind
 from onefold.store import Query, Record, State
+from onefold.store.journal_lines import LineKind
 from onefold.testing.programs.description import read, signals_of
 from onefold.testing.programs.outside import Outside, StaleCallerError
+from onefold.workflows.saga import is_of_undo
+from onefold.workflows.saga_status import SagaStatus
 
-#: The messages that are programs.
+#: The message types that are programs.
 RUNS = ("program", "nested", "deal")
 
 _BY = {"actor": "chance", "reason": "chance"}
-#: Lines from which a person sends a saga back.
-_RESTARTABLE = (StepKind.RESULT, StepKind.TIMER, StepKind.SENT, StepKind.BEGUN, StepKind.FAILED)
+#: The kinds of lines from which a saga is restarted.
+_RESTARTABLE = (LineKind.RESULT, LineKind.TIMER, LineKind.SENT, LineKind.BEGUN, LineKind.FAILED)
 
 
 class People:
-    """All of them; ``log`` is told what they do."""
+    """Users and operators; ``log`` is called with each of their acts."""
 
     def __init__(self, outside: Outside, chance: random.Random, log: Callable[[str], object]) -> None:
         self._outside = outside
@@ -39,15 +40,15 @@ class People:
         return [one for one in await all_records(app) if one.envelope.message_type in RUNS and not one.state.ended]
 
     async def unfinished(self, app: App) -> list[Record]:
-        """Return what is to be brought to its end yet: what is alive, and what is dead and to be redriven."""
+        """Return the messages that have to end yet: those alive, and the dead letters that will be redriven."""
         found = await all_records(app)
         sagas = {one.envelope.id for one in found if one.envelope.saga}
         return [one for one in found if not one.state.ended or (one.state is State.DEAD and not _is_of(one, sagas))]
 
-    # telling
+    # users
 
     async def tell(self, app: App) -> None:
-        """Tell one run something that it may wait for: too early, in time or too late, and sometimes twice."""
+        """Send one run a signal that it may wait for: too early, in time or too late, and sometimes twice."""
         chance = self._chance
         told = [(one.envelope.id, n) for one in await self.runs(app) for n in _signals(one)]
         if told:
@@ -60,7 +61,7 @@ class People:
     # operators
 
     async def act(self, app: App) -> None:
-        """Do what comes to hand."""
+        """Do one random act of an operator."""
         chance, roll = self._chance, self._chance.random()
         letters = [letter async for letter in app.dead_letters()]
         runs = await self.runs(app)
@@ -77,8 +78,8 @@ class People:
 
     async def _act_on_saga(self, app: App, run_id: str) -> None:
         lines = await app.journal(run_id)
-        undone = any(line.kind is StepKind.UNDO for line in lines)
-        # Most sagas are left alone while they go forward, so that some of those that went back come through.
+        undone = any(line.kind is LineKind.UNDO for line in lines)
+        # Most sagas are left alone while they go forward, so that some of the restarted ones complete.
         undoing = ["restart", "restart", "restart", "resume"]
         verb = self._chance.choice(undoing if undone else ["cancel", "restart", "", "", ""])
         if verb == "cancel":
@@ -86,7 +87,7 @@ class People:
         elif verb == "resume":
             self._log(f"resume {run_id} {await app.resume(run_id, **_BY)}")
         elif verb and (names := [one.name for one in lines if one.kind in _RESTARTABLE and not is_of_undo(one)]):
-            # Most people send it back to where it failed.
+            # Most operators restart it near the point where it failed.
             name = self._chance.choice(names[-2:] if self._chance.random() < 0.7 else names)
             try:
                 forgotten = await app.restart(run_id, from_step=name, **_BY)
@@ -97,7 +98,7 @@ class People:
                 self._log(f"restart {run_id} from {name}: refused: {error}")
 
     async def resolve(self, app: App, runs: Sequence[Record]) -> None:
-        """Find out what became of uncertain effects, and say so."""
+        """Look up uncertain effects at the provider, and resolve them."""
         for record in runs:
             run_id = record.envelope.id
             if record.state is not State.PARKED or record.envelope.saga:
@@ -108,13 +109,13 @@ class People:
                     try:
                         found = self._outside.find(run_id, place, record.fence)
                     except StaleCallerError:
-                        break  # the run has gone on since it was looked up
+                        break  # the run has a later owner by now
                     happened = found is not None
                     done = await app.resolve(run_id, entry.name, happened=happened, value=found, **_BY)
                     self._log(f"resolve {run_id} {entry.name} happened={happened}: {done}")
 
     async def calm_down(self, app: App) -> None:
-        """Do for every program what it waits for: tell it everything, look after it, and redrive what is dead."""
+        """Send every signal that programs wait for, resolve and resume them, and redrive dead letters."""
         runs = await self.runs(app)
         await self.resolve(app, runs)
         for record in runs:
@@ -132,7 +133,7 @@ class People:
 
 
 def _is_of(record: Record, sagas: set[str]) -> bool:
-    """Whether a message is a saga or one of its commands, which may well be left dead."""
+    """Whether a message is a saga or one of its commands, which may rightly stay dead."""
     return bool(sagas & {record.envelope.id, record.envelope.correlation_id})
 
 

@@ -1,8 +1,8 @@
 """Generated programs on real processes: workers and operators that are killed at random, on either store.
 
-Every process is a fork of the test's own, killed by SIGKILL: by its own hand before or after a statement of its store
-or inside a step or undo, or from outside at any moment.  Afterwards a fresh worker with all the time it needs brings
-every program to its end, and the checker looks at what is left.
+Every process is a fork of the test's own, killed by SIGKILL: by itself before or after a statement of its store or
+inside a step or undo, or from outside at any moment.  Afterwards a new worker, which is not killed, brings every
+program to its end, and the checker compares what is left.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from onefold.testing.programs.outside import OutsideFile
 from onefold.testing.programs.people import People
 from onefold.testing.programs.worlds import draw_programs
 
-#: Chance of death at each moment inside a function, and before or after each statement.
+#: The chance of death at each point inside a function, and before or after each statement.
 _DEATH_IN_FUNCTION = 0.04
 _DEATH_AT_STATEMENT = 0.004
-#: A process is killed from outside within so many seconds of the one before.
+#: The longest pause between two kills from outside.
 _KILL_SECONDS = 0.5
 _WORKERS = 2
 _LEASE_SECONDS = 1.0
-#: The fresh worker's clock is so far ahead that every wait and every lease has run out.
+#: The clock of the last worker is so far ahead that every wait and every lease has run out.
 _LATER = timedelta(days=1)
 
 _fork = multiprocessing.get_context("fork")
@@ -49,10 +49,10 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one batch of programs."""
+    """The result of one batch of programs."""
 
     violations: list[Violation] = field(default_factory=list)
-    #: How many processes died, and how many of the programs were there to be judged.
+    #: The number of processes that died, and of programs that were judged.
     deaths: int = 0
     judged: int = 0
 
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class ProgramProcesses:
-    """One batch of programs on one empty database; ``folder`` is where the outside keeps its memory."""
+    """One batch of programs on one empty database; the provider keeps its memory in ``folder``."""
 
     def __init__(self, url: str, folder: Path, *, seed: int, number: int, sagas: bool) -> None:
         self._url = url
@@ -73,7 +73,7 @@ class ProgramProcesses:
         self._started = 0
 
     def run(self, *, deaths: int, seconds: float) -> Outcome:
-        """Run the batch until so many processes have died, or for so many seconds, and then to its end."""
+        """Run the batch until ``deaths`` processes have died or ``seconds`` have passed, then bring it to its end."""
         level, logging.getLogger("onefold").level = logging.getLogger("onefold").level, logging.CRITICAL
         try:
             asyncio.run(self._prepare())
@@ -91,10 +91,10 @@ class ProgramProcesses:
 
     def _open(self, clock: Clock, trace: Callable[[Any, str], None] | None = None) -> Store:
         if self._is_sqlite:
-            from onefold.stores.sqlite import SQLiteStore
+            from onefold.store.sqlite import SQLiteStore
 
             return SQLiteStore(self._url.removeprefix("sqlite:///"), clock=clock, trace=trace)
-        from onefold.stores.postgres import PostgresStore
+        from onefold.store.postgres import PostgresStore
 
         return PostgresStore(self._url, clock=clock, trace=trace)
 
@@ -118,7 +118,7 @@ class ProgramProcesses:
     # harm
 
     def _harm(self, most: int, seconds: float) -> int:
-        """Keep workers and a person running, and kill them; return how many died."""
+        """Keep workers and an operator running, and kill them; return how many died."""
         clock, chance, deaths = SystemClock(), random.Random(self._seed), 0
         over = clock.steady() + round(seconds * MICROSECONDS)
         roles = [self._work] * _WORKERS + [self._interfere]
@@ -173,7 +173,7 @@ class ProgramProcesses:
 
 
 class _ProcessHazards(Hazards):
-    """The dangers of a real process."""
+    """The faults of a real process."""
 
     def __init__(self, outside: OutsideFile, chance: random.Random, clock: Clock, *, calm: bool = False) -> None:
         super().__init__(outside, chance)
@@ -192,11 +192,11 @@ class _ProcessHazards(Hazards):
 
 
 class _Deadly:
-    """Kills its process before or after some statement of its store."""
+    """Kills its process before or after a random statement of its store."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        #: Opening a store is the same for all, and tried elsewhere.
+        #: False while the store opens, which is the same for all processes and tested elsewhere.
         self.armed = False
 
     def trace(self, when: str, statement: str) -> None:
@@ -205,13 +205,13 @@ class _Deadly:
 
 
 def _live(role: Callable[[random.Random], Coroutine[Any, Any, None]], seed: str) -> None:
-    """Be one process, until killed; a store that cannot be reached ends it as well."""
+    """Run a process until it is killed; it also ends if the store cannot be reached."""
     with suppress(StoreUnavailableError):
         asyncio.run(role(random.Random(seed)))
 
 
 def _later() -> HastyClock:
-    """Return a clock on which a day has passed since now, on which short waits are over at once."""
+    """Return a clock that is a day ahead, and on which short sleeps end at once."""
     real = SystemClock()
     clock = HastyClock(to_datetime(real.now() - real.steady()))
     clock.stall(real.steady() / MICROSECONDS + _LATER.total_seconds())

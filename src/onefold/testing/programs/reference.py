@@ -1,4 +1,4 @@
-"""What a program must have done, given the decisions that its journal recorded."""
+"""The calls that a program must have made, given the decisions in its journal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from onefold.testing.programs.description import Act, Ask, Block, Nest, Sleep, Tell
 from onefold.testing.programs.walking import Seen, told, walk
-from onefold.testing.story import Story
+from onefold.testing.world.story import Story
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One thing that the program asked for."""
+    """One call that the program made."""
 
     place: str
-    #: The style of an action, or how something was told.
+    #: The style of an action, or how a message was sent.
     how: str
     answer: Any
-    #: What had been decided by then.
+    #: The decisions taken before it.
     seen: str
 
 
 class Reference:
-    """Follows a program through a journal; ``acts`` is what it asked for, ``seen`` what it decided."""
+    """Follows a program through a journal; ``acts`` are the calls it made, ``seen`` its decisions."""
 
     def __init__(self, program: Block, story: Story) -> None:
         self._story = story
@@ -68,7 +68,7 @@ class Reference:
 
 
 def _run_through(walking: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for nothing."""
+    """Run a coroutine that never suspends."""
     try:
         walking.send(None)
     except StopIteration:

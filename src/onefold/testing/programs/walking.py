@@ -1,4 +1,4 @@
-"""The meaning of a program: which way it goes, given what the one who performs it answers."""
+"""The meaning of a program: the branches it takes, given the answers of its performer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onefold.testing.programs.description import Act, Ask, Block, Both, Choose, 
 #: Every decision so far, by the place where it was taken.
 Seen = dict[str, Any]
 
-#: Answers of actions and children that did not come to what they were to come to.
+#: Answers of actions and children that failed.
 LOST = ("failed", "dead", "gone")
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 class Performer(Protocol):
-    """Performs the parts of a program; an answer is a decision that stays."""
+    """Performs the nodes of a program; each answer is a decision, which stays."""
 
     async def act(self, node: Act, place: str, seen: Seen) -> Any: ...
 
@@ -41,7 +41,7 @@ def told(seen: Seen) -> str:
 
 
 def _ways(node: Node, answer: Any, seen: Seen) -> Block:
-    """Return what is to be done next, given an answer."""
+    """Return the branch that follows an answer."""
     match node:
         case Ask(what="now"):
             return node.yes if answer % 2 == 0 else node.no
@@ -55,7 +55,7 @@ def _ways(node: Node, answer: Any, seen: Seen) -> Block:
 
 
 async def walk(block: Block, seen: Seen, performer: Performer, suffix: str = "") -> None:
-    """Go through a program; ``seen`` is filled with its decisions."""
+    """Walk through a program; its decisions are added to ``seen``."""
     for node in block:
         place = f"{node.n}{suffix}"
         match node:

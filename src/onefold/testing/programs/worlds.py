@@ -11,11 +11,12 @@ from typing import Any
 from onefold.app import App
 from onefold.errors import StoreUnavailableError
 from onefold.store import Record, State
-from onefold.stores.sqlite.drivers import Connection
-from onefold.stores.sqlite.steps import Steps
-from onefold.task import Call, Task
+from onefold.store.sqlite.drivers import Connection
+from onefold.store.sqlite.session import Session
+from onefold.store.sqlite.verbs.journal import JournalTable
+from onefold.tasks.task import Call, Task
 from onefold.testing.checker import Effect, Final, Violation
-from onefold.testing.loop import Process, SimulatedClock, current_process
+from onefold.testing.clock import FakeClock
 from onefold.testing.programs.description import written
 from onefold.testing.programs.drawing import Drawing
 from onefold.testing.programs.hazards import Hazards
@@ -23,14 +24,15 @@ from onefold.testing.programs.interpreter import ROWS, Tasks, table
 from onefold.testing.programs.judging import Evidence, judge_program, judge_saga
 from onefold.testing.programs.outside import Deed, Outside
 from onefold.testing.programs.people import RUNS, People
-from onefold.testing.workload import Workload
+from onefold.testing.world.loop import Process, SimulatedClock, current_process
+from onefold.testing.world.workload import Workload
 
-#: How much more dangerous a moment inside a function is than a call of the store: there are fewer of them.
+#: How much likelier death is inside a function than at a call of the store, because there are fewer functions.
 _DANGER = 4.0
 
 
 class _SimulatedHazards(Hazards):
-    """The dangers of a simulated world, for whichever process meets them."""
+    """The faults of a simulated world, for the process that is running."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(Outside(), world.chance)
@@ -38,7 +40,7 @@ class _SimulatedHazards(Hazards):
 
     @property
     def _clock(self) -> SimulatedClock:
-        return SimulatedClock(self._world.loop, current_process() or Process("nobody"))
+        return SimulatedClock(self._world.loop, current_process() or Process("none"))
 
     def now(self) -> int:
         return self._clock.now()
@@ -49,7 +51,7 @@ class _SimulatedHazards(Hazards):
             self._world.kill_current(where)
 
     async def dawdle(self, seconds: float) -> None:
-        # Seldom for longer than a lease, so that the process is replaced while it is in the middle of something.
+        # Sometimes longer than a lease, so that the process is replaced while it runs.
         long = self._chance.random() < 0.2
         await self._clock.sleep(seconds * self._world.lease if long else seconds)
 
@@ -98,13 +100,13 @@ class Programs(Workload):
         self.hazards.calm = True
         await self._people.calm_down(app)
 
-    # what must have come of it
+    # the checks at the end
 
     def key_of(self, record: Record) -> str:
         return super().key_of(record) if record.envelope.message_type in self.kinds else record.envelope.id
 
     def is_over(self, record: Record) -> bool:
-        # What is dead is redriven, so that in the end all that was asked for has happened.
+        # Dead letters are redriven, so that in the end everything has happened.
         return record.state.ended and record.state is not State.DEAD
 
     def effects(self, connection: Connection) -> list[Effect]:
@@ -121,7 +123,7 @@ class Programs(Workload):
             id_ = record.envelope.id
             self._world.journal.invoke("program", self.key_of(record))
             if record.envelope.message_type in RUNS:
-                lines = Steps(connection).read(id_)
+                lines = JournalTable(Session(connection, FakeClock())).read(id_)
                 evidence = Evidence(record, lines, *([one for one in of if one.run == id_] for of in (deeds, rows)))
                 found += self._judge(evidence)
         return found
@@ -142,12 +144,12 @@ class Deals(Programs):
 
 
 def declare_programs(app: App) -> Any:
-    """Declare what generated programs need."""
+    """Declare the tasks of generated programs."""
     tasks = Tasks(app)
     return {"program": tasks.program, "deal": tasks.deal}
 
 
 def draw_programs(seed: int, number: int, *, sagas: bool) -> list[str]:
-    """Draw so many programs as they are sent."""
+    """Draw ``number`` programs, encoded for sending."""
     drawings = [Drawing(random.Random(f"{seed}/{one}")) for one in range(number)]
     return [written(one.saga() if sagas else one.workflow()) for one in drawings]

@@ -1,0 +1,1 @@
+"""Handlers: the contexts they are given, and how they are called."""

@@ -1,0 +1,1 @@
+"""Isolated handlers, each run in a process apart from the worker's."""

@@ -1,0 +1,1 @@
+"""Messages as they are stored and sent: the envelope, its encoding, its keys."""

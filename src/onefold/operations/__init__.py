@@ -1,0 +1,1 @@
+"""The views and actions of operators."""

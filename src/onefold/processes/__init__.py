@@ -1,0 +1,1 @@
+"""The programs of worker processes and of isolated handlers."""

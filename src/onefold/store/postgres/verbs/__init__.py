@@ -1,0 +1,1 @@
+"""The store's verbs on PostgreSQL, one module each."""

@@ -1,0 +1,5 @@
+"""The store on SQLite."""
+
+from onefold.store.sqlite.store import SQLiteStore
+
+__all__ = ["SQLiteStore"]

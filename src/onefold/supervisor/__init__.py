@@ -1,0 +1,1 @@
+"""The supervisor: the parent of worker processes."""

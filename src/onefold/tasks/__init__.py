@@ -1,0 +1,1 @@
+"""Declared tasks: their options, retries and receipts."""

@@ -1,0 +1,1 @@
+"""The seeded simulation: simulated processes in one thread, with faults drawn from a seed."""

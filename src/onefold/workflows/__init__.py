@@ -1,0 +1,1 @@
+"""Durable workflows and sagas: their code, their journals and their replays."""
