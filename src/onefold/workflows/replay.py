@@ -406,7 +406,9 @@ class Replay:
         if tries:
             attempt += sum(retried.counted for _, retried in tries)
             step, retried = tries[-1]
-            await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
+            # A retry in place is recorded when its wait is over.
+            if retried.delay > limits.RETRY_IN_PLACE_SECONDS:
+                await self.wait_until(step.at + round(retried.delay * MICROSECONDS))
         while True:
             # Outside the ``try``: a failure here is not the step's, such as a key that belongs to another payload.
             await self.record_pending()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onefold import Context, DeadError, KeyReuseError, RetryPolicy, Run, SignalTimeoutError, StepError, Task
-from onefold.store import Lease
+from onefold.store import Lease, State
 from onefold.store.journal_lines import LineKind
 
 if TYPE_CHECKING:
@@ -253,5 +253,29 @@ def test_a_retry_that_is_waited_for_in_place_is_in_the_journal_before_the_next_t
         chronicle = await bench.app.chronicle(receipt.id)
         assert chronicle is not None
         assert [len(entry.tries) for entry in chronicle.entries if entry.name == "flaky#1"] == [2]
+
+    bench.run(scenario)
+
+
+def test_a_retry_that_was_waited_for_in_place_is_not_waited_for_again(bench: Bench) -> None:
+    """A run that a person resumes goes on at once, although its step was retried a moment ago."""
+
+    async def charge(ctx: Context) -> str:
+        async def call() -> str:
+            raise TimeoutError("no answer")
+
+        return await ctx.once("card", call)
+
+    @bench.app.workflow
+    async def pay(run: Run) -> str:
+        return await run.options(retry=RetryPolicy(max_attempts=3, base=0.5, fixed=True)).step(charge)
+
+    async def scenario() -> None:
+        receipt = await pay.send()
+        await bench.work()
+        act = {"actor": "ada", "reason": "the bank says so"}
+        assert await bench.app.resolve(receipt.id, "charge#1/card", happened=True, value="paid", **act)
+        await bench.work()
+        assert (await bench.record(receipt)).state is State.DONE
 
     bench.run(scenario)
