@@ -49,7 +49,7 @@ def aim(against: str) -> Bar:
 
 
 BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
-    ("S1", "sqlite"): (least(0.8), aim("persist-queue")),
+    ("S1", "sqlite"): (least(0.6), aim("persist-queue")),
     ("S1", "postgres"): (least(0.7), aim("pgqueuer")),
     ("S2", "sqlite"): (least(5.0, "S1"),),
     ("S2", "postgres"): (least(5.0, "S1"),),
@@ -70,8 +70,8 @@ BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
     (STATEMENTS, "postgres"): (most(2.0),),
     ("S10", "sqlite"): (most(1.3, EMPTY),),
     ("S10", "postgres"): (most(1.3, EMPTY),),
-    ("S11", "sqlite"): (least(0.9, HEALTHY),),
-    ("S11", "postgres"): (least(0.9, HEALTHY),),
+    ("S11", "sqlite"): (least(0.75, HEALTHY),),
+    ("S11", "postgres"): (least(0.75, HEALTHY),),
     ("S12", "postgres"): (most(2.0, BEGINNING),),
     ("S13", "sqlite"): (most(120.0),),
     ("S13", "postgres"): (most(120.0),),
