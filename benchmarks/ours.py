@@ -77,7 +77,7 @@ class Onefold:
 
     async def park(self, *, messages: int, seconds: float | None, first: int = 0) -> None:
         """Send runs and park them as their first activation would: for a signal, or for a number of seconds."""
-        store, types = self._app.store, self._app._registry.types()
+        store, types = self._app.store, self._app.registry.types()
         name, fingerprint = ("go#1", b"") if seconds is None else ("sleep#1", fingerprint_of_call((seconds,), {}))
         timer = Line(name, LineKind.TIMER, msgspec.json.encode(seconds), fingerprint)
         awaits, parked = (1 if seconds is None else 0), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, first_id
@@ -45,16 +46,15 @@ async def runs(
 ) -> AsyncIterator[Record]:
     """Iterate over the runs of workflows, oldest first, page by page; ``created`` gives the first and last instant.
 
-    Other messages are read too and skipped, so among very many of them the next run may take a while to come.
+    Runs that have not ended are found by an index.  With states that have ended, all messages are looked at.
     """
     first, last = created
     # Ids begin with the time at which they were made, by the sender's clock.
     after = max(after, first_id(max(0, first - _CLOCK_DIFFERENCE)))
-    while page := await store.find(
-        Query(states=tuple(states), message_type=message_type, after=after, limit=limits.PAGE_MAX)
-    ):
+    asked = Query(states=tuple(states), message_type=message_type, runs=True, limit=limits.PAGE_MAX)
+    while page := await store.find(replace(asked, after=after)):
         for record in page:
-            if record.envelope.pinned and first <= record.envelope.created_at <= last:
+            if first <= record.envelope.created_at <= last:
                 yield record
         after = page[-1].envelope.id
         if after > first_id(last + _CLOCK_DIFFERENCE):

@@ -97,6 +97,8 @@ class Query:
     worker: str | None = None
     #: Alive, and at least so many workers died with it.
     crashes: int | None = None
+    #: Only runs of workflows.
+    runs: bool = False
     #: Continue after this id; records come in the order of their ids.
     after: str = ""
     limit: int = limits.PAGE

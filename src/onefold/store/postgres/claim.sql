@@ -9,15 +9,13 @@ run_out AS MATERIALIZED (
         WHERE state = {leased} AND lease_until >= %(lease_floor)s::bigint AND lease_until <= (SELECT now FROM clock)) AS found
 )
 
--- part: ranked
-ranked AS MATERIALIZED (
-    SELECT EXISTS (
-        SELECT FROM onefold.delivery
-        WHERE queue = ANY (%(queues)s::text[]) AND state <> {leased} AND gate IS NULL AND priority > 0) AS found
-)
-
 -- part: is_due
 due_at <= (SELECT now FROM clock) AND message_type = ANY (%(types)s::text[])
+
+-- part: waits
+-- Messages of one type and priority in one queue that wait at no gate; the few that workers died with are passed over
+-- when `crashes_most` is 0.
+state <> {leased} AND gate IS NULL AND crashes <= %(crashes_most)s AND due_at <= (SELECT now FROM clock)
 
 -- part: taken
 -- A message that is not suspected of killing its worker counts as started at once, because nothing will report its start;
@@ -28,7 +26,7 @@ taken AS (
         worker = %(worker)s::text, started = CASE WHEN crashes < %(suspect_after)s THEN 1 ELSE 0 END, wake_target = NULL,
         call = %(call)s::bigint
     WHERE id = ANY (ARRAY(SELECT id FROM picked))
-    RETURNING id, queue, due_at, expires_at, fence, attempt, crashes, replay_count, wake, gate
+    RETURNING id, due_at, expires_at, fence, attempt, crashes, replay_count, wake, gate, priority
 )
 
 -- part: lease
@@ -41,87 +39,87 @@ taken AS (
 taken t
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = t.id OFFSET 0) m
 
--- part: leases_and_more
+-- part: more
 -- The last row, without an id, says what an idle worker would need a statement each for: whether leases have run out
--- since a floor, whether there may be messages in lines and at other gates, whether any has a priority, and the time.
-SELECT {lease} FROM {taken_messages}
-UNION ALL
-SELECT {nulls_of_m},
+-- since a floor, whether there may be messages in lines and at other gates, whether as many were due as are wanted, and
+-- the time.
+{nulls_of_m},
     CASE WHEN (SELECT found FROM run_out) THEN 1 ELSE 0 END,
-    CASE WHEN EXISTS (SELECT FROM onefold.delivery WHERE place IS NOT NULL) THEN 1 ELSE 0 END,
+    coalesce((SELECT 1 FROM onefold.delivery WHERE place IS NOT NULL ORDER BY gate, place LIMIT 1), 0),
     CASE WHEN EXISTS (
         SELECT FROM onefold.delivery
         WHERE queue = ANY (%(queues)s::text[]) AND state <> {leased} AND gate IS NOT NULL AND place IS NULL)
-    THEN 1 ELSE 0 END,
-    CASE WHEN found THEN 1 ELSE 0 END, NULL, NULL, NULL, now
-FROM clock CROSS JOIN ranked
+    THEN 1 ELSE 0 END
 
 -- name: claim
--- Stands for claim_possible, claim_select and claim_take.
--- Nothing is taken while leases have run out, which are released first, so that the messages due for longest come first;
--- nor while any message has a priority: then claim_ranked claims.
--- The few messages that workers died with are passed over when `crashes_most` is 0.
+-- Stands for claim_run_out, claim_heads, claim_of_type and claim_take.
+-- Nothing is taken while leases have run out, which are released first, so that the messages due for longest come first.
+-- `head` has the types of which a message is due, on each level of priority that has messages; types that are not asked
+-- for are never visited.  `number` says how many of each are among those that have waited longest, when a step of
+-- priority counts as much as waiting for it.  So many of each are locked: where other claims hold them, the next ones.
 WITH {clock},
 {run_out},
-{ranked},
-picked AS MATERIALIZED (
-    SELECT due.id
-    FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) AS q (queue, floor)
+head AS MATERIALIZED (
+    SELECT q.queue, q.place, level.priority, type.name, CASE level.priority WHEN 0 THEN q.floor ELSE 0 END AS floor
+    FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) WITH ORDINALITY AS q (queue, floor, place)
     CROSS JOIN LATERAL (
+        WITH RECURSIVE walk AS (
+            SELECT 0::smallint AS priority
+            UNION ALL
+            SELECT next.priority FROM walk CROSS JOIN LATERAL (
+                SELECT delivery.priority FROM onefold.delivery
+                WHERE queue = q.queue AND state <> {leased} AND gate IS NULL AND delivery.priority > walk.priority
+                ORDER BY delivery.priority LIMIT 1
+            ) next
+        )
+        SELECT walk.priority FROM walk
+    ) level
+    CROSS JOIN pg_catalog.unnest(%(types)s::text[]) AS type (name)
+    CROSS JOIN LATERAL (
+        SELECT FROM onefold.delivery
+        WHERE queue = q.queue AND delivery.priority = level.priority AND message_type = type.name AND {waits}
+            AND due_at >= CASE level.priority WHEN 0 THEN q.floor ELSE 0 END
+        LIMIT 1
+    ) due
+    WHERE NOT (SELECT found FROM run_out)
+),
+number AS MATERIALIZED (
+    SELECT queue, priority, name, floor, pg_catalog.count(*) AS number FROM (
+        SELECT head.* FROM head CROSS JOIN LATERAL (
+            SELECT due_at FROM onefold.delivery
+            WHERE queue = head.queue AND delivery.priority = head.priority AND message_type = head.name AND {waits}
+                AND due_at >= head.floor
+            ORDER BY due_at LIMIT %(limit)s
+        ) due
+        WHERE (SELECT pg_catalog.count(*) FROM head) > 1
+        ORDER BY place, due_at - priority * %(step)s::bigint LIMIT %(limit)s
+    ) longest
+    GROUP BY queue, priority, name, floor
+    UNION ALL
+    SELECT queue, priority, name, floor, %(limit)s::bigint FROM head WHERE (SELECT pg_catalog.count(*) FROM head) = 1
+),
+picked AS MATERIALIZED (
+    SELECT due.id FROM number CROSS JOIN LATERAL (
         SELECT id FROM onefold.delivery
-        WHERE NOT (SELECT found FROM ranked) AND queue = q.queue AND state <> {leased} AND gate IS NULL AND priority = 0
-            AND due_at >= q.floor AND {is_due} AND crashes <= %(crashes_most)s
-        ORDER BY due_at LIMIT %(limit)s
+        WHERE queue = number.queue AND delivery.priority = number.priority AND message_type = number.name AND {waits}
+            AND due_at >= number.floor
+        ORDER BY due_at LIMIT number.number
         FOR UPDATE SKIP LOCKED
     ) due
-    WHERE NOT (SELECT found FROM run_out)
     LIMIT %(limit)s
 ),
 {taken}
-{leases_and_more}
-
--- name: claim_ranked
--- claim, when a message has a priority: the first of each level, and of those the ones that have waited longest when a
--- step of priority counts as much as waiting for it.
-WITH {clock},
-{run_out},
-{ranked},
-picked AS MATERIALIZED (
-    SELECT due.id
-    FROM unnest(%(queues)s::text[], %(floors)s::bigint[]) AS q (queue, floor)
-    CROSS JOIN LATERAL (
-        SELECT id FROM (
-            SELECT id, due_at AS rank FROM (
-                SELECT id, due_at FROM onefold.delivery
-                WHERE queue = q.queue AND state <> {leased} AND gate IS NULL AND priority = 0
-                    AND due_at >= q.floor AND {is_due} AND crashes <= %(crashes_most)s
-                ORDER BY due_at LIMIT %(limit)s
-                FOR UPDATE SKIP LOCKED
-            ) without
-            UNION ALL
-            SELECT id, due_at - level * %(step)s::bigint FROM pg_catalog.generate_series(1, %(top)s::int) AS level
-            CROSS JOIN LATERAL (
-                SELECT id, due_at FROM onefold.delivery
-                WHERE queue = q.queue AND state <> {leased} AND gate IS NULL AND priority = level AND priority > 0
-                    AND {is_due} AND crashes <= %(crashes_most)s
-                ORDER BY due_at LIMIT %(limit)s
-                FOR UPDATE SKIP LOCKED
-            ) on_level
-        ) waiting
-        ORDER BY rank LIMIT %(limit)s
-    ) due
-    WHERE NOT (SELECT found FROM run_out)
-    LIMIT %(limit)s
-),
-{taken}
-{leases_and_more}
+SELECT {lease}, t.due_at - t.priority * %(step)s::bigint FROM {taken_messages}
+UNION ALL
+SELECT {more}, CASE WHEN (SELECT pg_catalog.sum(number) FROM number) >= %(limit)s::bigint THEN 1 ELSE 0 END,
+    NULL, NULL, NULL, now, NULL
+FROM clock
 
 -- name: claim_crashed
--- claim for messages that workers died with, which are few and have an index of their own.
+-- claim for messages that workers died with, which are few and have an index of their own; they ignore priority.
 -- A message is free while it has no lease_until; asking for the state would draw in the index on due messages.
 WITH {clock},
 {run_out},
-{ranked},
 picked AS MATERIALIZED (
     SELECT due.id
     FROM pg_catalog.unnest(%(queues)s::text[]) AS q (queue)
@@ -135,7 +133,9 @@ picked AS MATERIALIZED (
     LIMIT %(limit)s
 ),
 {taken}
-{leases_and_more}
+SELECT {lease}, t.due_at FROM {taken_messages}
+UNION ALL
+SELECT {more}, 0, NULL, NULL, NULL, now, NULL FROM clock
 
 -- name: claim_lines
 -- Take heads of lines as they were seen: one that has changed since then has another fence.

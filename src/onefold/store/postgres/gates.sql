@@ -125,6 +125,10 @@ WHERE crashes > 0 AND queue = ANY (%(queues)s::text[]) AND lease_until IS NULL A
     AND due_at <= {now} AND message_type = ANY (%(types)s::text[])
 GROUP BY queue, gate LIMIT %(portion)s::bigint
 
+-- name: gate_read
+-- gate_hold without its locks: a gate that is shut is not locked, so workers that wait there write nothing.
+SELECT gate, tokens, at, {now} FROM onefold.gate WHERE gate = ANY (%(keys)s::text[])
+
 -- name: gate_make
 INSERT INTO onefold.gate (gate, expires_at)
 SELECT gate, {now} + %(kept)s::bigint FROM pg_catalog.unnest(%(keys)s::text[]) AS k (gate)

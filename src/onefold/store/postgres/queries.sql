@@ -560,10 +560,15 @@ RETURNING 1
 -- A result whose window is over is not shown, though no purge may have removed it yet.
 CASE WHEN o.kept_until > {now} THEN o.result END
 
+-- part: run_if_asked
+-- Headers are searched as bytes: within a text of theirs the quotes would be escaped, and damaged ones are no error.
+(NOT %(runs)s::boolean OR position('"pinned":true'::bytea IN m.headers) > 0)
+
 -- part: asked
 coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
+    AND {run_if_asked}
 
 -- part: asked_of_all
 {asked}
@@ -571,12 +576,14 @@ coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
     AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
     AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
 
--- part: anywhere
+-- part: failure_shown
 -- A message that was parked because of a failure shows it: it is the attempt with the fence it was parked under.
-SELECT {found}, {shown},
-    CASE d.state WHEN {parked} THEN
+CASE d.state WHEN {parked} THEN
         (SELECT a.failure FROM onefold.attempt a WHERE a.message_id = d.id AND a.fence = d.fence - 1)
     ELSE o.failure END
+
+-- part: anywhere
+SELECT {found}, {shown}, {failure_shown}
 FROM onefold.message m
 LEFT JOIN onefold.delivery d ON d.id = m.id
 LEFT JOIN onefold.outcome o ON o.id = m.id
@@ -595,10 +602,10 @@ LEFT JOIN onefold.outcome o ON false
 WHERE m.id > %(after)s::uuid AND {asked_of_all}
 ORDER BY m.id LIMIT %(limit)s
 
--- name: find_worker
+-- name: find_leased
 -- Begins with the leases, which are few.
 WITH d AS MATERIALIZED (
-    SELECT * FROM onefold.delivery WHERE state = {leased} AND lease_until > 0 AND worker = %(worker)s::text
+    SELECT * FROM onefold.delivery WHERE state = {leased} AND lease_until > 0 AND (%(worker)s::text IS NULL OR worker = %(worker)s)
 )
 {among_deliveries}
 
@@ -606,6 +613,26 @@ WITH d AS MATERIALIZED (
 -- Begins with the messages that workers died with, which are few.
 WITH d AS MATERIALIZED (SELECT * FROM onefold.delivery WHERE crashes > 0 AND queue > '' AND crashes >= %(crashes)s::int)
 {among_deliveries}
+
+-- part: open
+-- From what is open to its message: what is kept is not looked at.
+SELECT {found}, o.result, {failure_shown}
+FROM onefold.delivery d
+CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
+LEFT JOIN onefold.outcome o ON false
+WHERE d.id > %(after)s::uuid AND {asked_of_all}
+
+-- name: find_parked
+{open} AND d.state = {parked}
+ORDER BY d.id LIMIT %(limit)s
+
+-- name: find_runs
+{open} AND pg_catalog.strpos(d.message_type, '@') > 0
+ORDER BY d.id LIMIT %(limit)s
+
+-- name: find_open
+{open}
+ORDER BY d.id LIMIT %(limit)s
 
 -- name: find_dead
 SELECT {columns_of_m},
@@ -615,7 +642,7 @@ FROM onefold.outcome o
 JOIN onefold.message m ON m.id = o.id
 WHERE o.state = {dead} AND o.id > %(after)s::uuid AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
-    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
+    AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s) AND {run_if_asked}
 ORDER BY o.id LIMIT %(limit)s
 
 -- name: find_correlated

@@ -40,6 +40,7 @@ from onefold.store.postgres.verbs.settle import (
 )
 from onefold.store.postgres.wire.arrays import bigints, ids, numbers, texts
 from onefold.store.postgres.wire.wire import Named, Speaker
+from onefold.store.shared.finding import statement_for
 from onefold.store.shared.journal import addressed, notes_of
 from onefold.store.shared.rows import attempt_of, progress_of, record_of
 
@@ -308,23 +309,14 @@ class Session:
             "correlation_id": query.correlation_id,
             "worker": query.worker,
             "crashes": query.crashes,
+            "runs": query.runs,
             "limit": min(query.limit, limits.PAGE_MAX),
             "states": numbers([int(state) for state in query.states or State]),
             # An id that is not a UUID cannot be in the table, so it is not an error to look for it.
             "ids": ids([message_id for message_id in query.ids or () if is_id(message_id)]),
         }
-        statement = "find_any"
-        if query.ids is not None:
-            statement = "find_ids"
-        elif query.worker is not None:
-            statement = "find_worker"
-        elif query.crashes:
-            statement = "find_crashed"
-        elif query.correlation_id is not None:
-            statement = "find_correlated"
-            parameters["root"] = query.correlation_id if is_id(query.correlation_id) else None
-        elif query.states == (State.DEAD,):
-            statement = "find_dead"
+        if (statement := statement_for(query)) == "find_correlated":
+            parameters["root"] = query.correlation_id if is_id(query.correlation_id or "") else None
         return [record_of(row) for row in await self.wire.rows(statement, parameters)]
 
     async def attempts(self, message_id: str) -> list[Attempt]:

@@ -125,6 +125,7 @@ def allows(query: Query, record: Record) -> bool:
         and query.correlation_id in (None, envelope.correlation_id)
         and query.worker in (None, record.worker)
         and (query.crashes is None or (not record.state.ended and record.crashes >= query.crashes))
+        and (envelope.pinned or not query.runs)
         and envelope.id > query.after
     )
 

@@ -2,26 +2,12 @@
 -- A line holds ordered messages, of which one runs at a time; a crowd is all other messages that wait at a gate.
 
 -- name: claim_kinds
--- Whether there are other messages than plain ones, so that queues without any cost one statement.
+-- Whether messages wait in lines and in crowds, so that queues without any cost one statement.
 SELECT
-    EXISTS (SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_priority
-        WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority > 0),
     EXISTS (SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_lined
         WHERE queue = ?1 AND state <> {leased} AND place IS NOT NULL),
     EXISTS (SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_crowd
         WHERE queue = ?1 AND state <> {leased} AND gate IS NOT NULL AND place IS NULL)
-
--- name: claim_level_plain
-SELECT seq, due_at FROM onefold_delivery INDEXED BY onefold_delivery_due
-WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority = 0 AND due_at <= ?2
-    AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?4
-ORDER BY due_at LIMIT ?5
-
--- name: claim_level
-SELECT seq, due_at FROM onefold_delivery INDEXED BY onefold_delivery_priority
-WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority > 0 AND priority = ?6 AND due_at <= ?2
-    AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?4
-ORDER BY due_at LIMIT ?5
 
 -- name: lines_after
 -- From gate to gate, without reading what waits at them.

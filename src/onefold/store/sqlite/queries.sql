@@ -10,9 +10,6 @@ d.due_at, d.expires_at, d.fence, d.attempt, d.crashes, d.replay_count
     coalesce(d.crashes, o.crashes), coalesce(d.replay_count, o.replay_count), coalesce(d.state, o.state),
     d.worker, o.ended_at, o.kept_until, o.body_until
 
--- part: record_of_delivery
-{columns_of_m}, {dates}, d.state, d.worker, NULL, NULL, NULL, NULL, NULL
-
 -- part: failure_shown
 CASE d.state WHEN {parked} THEN
         (SELECT a.failure FROM onefold_attempt a WHERE a.seq = d.seq AND a.fence = d.fence - 1) ELSE o.failure END
@@ -91,49 +88,39 @@ UPDATE onefold_delivery
 SET state = {scheduled}, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = {leased} AND lease_until <= ?
 
--- name: claim_possible
+-- name: claim_run_out
+SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = {leased} AND lease_until <= ?1)
+
+-- name: claim_heads
+-- Of which types that are asked for a message is due, on each level of priority that has messages.  Types that are not
+-- asked for are never visited.
 -- The index is named here and below because the owner of the file may have made statistics that suggest another way.
-SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = {leased} AND lease_until <= ?1)
-    OR EXISTS (
-        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_due
-        WHERE queue IN (SELECT value FROM json_each(?2)) AND state <> {leased} AND gate IS NULL AND priority = 0
-            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
-    OR EXISTS (
-        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_priority
-        WHERE queue IN (SELECT value FROM json_each(?2)) AND state <> {leased} AND gate IS NULL AND priority > 0
-            AND priority IN (1, 2, 3, 4, 5, 6, 7, 8, 9)
-            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)) AND crashes <= ?5)
+WITH RECURSIVE level (priority) AS (
+    VALUES (0)
+    UNION ALL
+    SELECT (SELECT priority FROM onefold_delivery INDEXED BY onefold_delivery_due
+        WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority > level.priority ORDER BY priority LIMIT 1)
+    FROM level WHERE level.priority IS NOT NULL
+)
+SELECT level.priority, type.value
+FROM level CROSS JOIN json_each(?3) type
+WHERE level.priority IS NOT NULL AND EXISTS (
+    SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_due
+    WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority = level.priority AND message_type = type.value
+        AND due_at <= ?2 AND crashes <= ?4)
 
--- name: claim_possible_crashed
-SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = {leased} AND lease_until <= ?1)
-    OR EXISTS (
-        SELECT 1 FROM onefold_delivery INDEXED BY onefold_delivery_crashed
-        WHERE crashes > 0 AND queue IN (SELECT value FROM json_each(?2)) AND state <> {leased} AND gate IS NULL
-            AND due_at <= ?3 AND message_type IN (SELECT value FROM json_each(?4)))
+-- name: claim_of_type
+-- The messages of one type on one level that have been due for longest, behind the one that was read last.
+SELECT due_at, seq FROM onefold_delivery INDEXED BY onefold_delivery_due
+WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority = ?4 AND message_type = ?5
+    AND due_at <= ?2 AND (due_at, seq) > (?6, ?7) AND crashes <= ?3
+ORDER BY due_at, seq LIMIT ?8
 
--- name: claim_select
-SELECT {columns_of_m},
-    {dates}, d.wake, d.seq
-FROM (
-    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
-    FROM onefold_delivery INDEXED BY onefold_delivery_due
-    WHERE queue = ?1 AND state <> {leased} AND gate IS NULL AND priority = 0 AND due_at <= ?2
-        AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?5
-    ORDER BY due_at LIMIT ?4
-) d
-CROSS JOIN onefold_message m ON m.seq = d.seq
-
--- name: claim_select_crashed
-SELECT {columns_of_m},
-    {dates}, d.wake, d.seq
-FROM (
-    SELECT seq, due_at, expires_at, fence, attempt, crashes, replay_count, wake
-    FROM onefold_delivery INDEXED BY onefold_delivery_crashed
-    WHERE crashes > 0 AND queue = ?1 AND state <> {leased} AND gate IS NULL AND due_at <= ?2
-        AND message_type IN (SELECT value FROM json_each(?3))
-    ORDER BY due_at LIMIT ?4
-) d
-CROSS JOIN onefold_message m ON m.seq = d.seq
+-- name: claim_crashed
+SELECT due_at, seq FROM onefold_delivery INDEXED BY onefold_delivery_crashed
+WHERE crashes > 0 AND queue = ?1 AND state <> {leased} AND gate IS NULL AND due_at <= ?2
+    AND message_type IN (SELECT value FROM json_each(?3))
+ORDER BY due_at LIMIT ?4
 
 -- name: claim_rows
 SELECT {columns_of_m},
@@ -375,62 +362,86 @@ CROSS JOIN onefold_message m ON m.seq = given.value
 {where_it_is}
 ORDER BY m.id
 
+-- part: asked
+-- What any query may ask for besides the ids behind ?1 and a page of ?5.
+-- Headers are searched as bytes: within a text of theirs the quotes would be escaped, and damaged ones are no error.
+(?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3) AND (?4 IS NULL OR m.correlation_id = ?4)
+    AND coalesce(d.state, o.state) IN (SELECT value FROM json_each(?6))
+    AND (NOT ?8 OR instr(m.headers, CAST('"pinned":true' AS BLOB)) > 0)
+
+-- part: found
+SELECT {record}, CASE WHEN o.kept_until > ?7 THEN o.result END, {failure_shown}
+
+-- part: open
+-- From what is open to its message: what is kept is not looked at.
+CROSS JOIN onefold_message m ON m.seq = d.seq
+LEFT JOIN onefold_outcome o ON o.seq = d.seq
+
 -- name: find_dead
-SELECT {columns_of_m},
-    0, 0, o.fence, o.attempt, o.crashes, o.replay_count, o.state, NULL, o.ended_at, o.kept_until, o.body_until, o.result,
-    o.failure
+{found}
 FROM onefold_outcome o
 JOIN onefold_message m ON m.seq = o.seq
-WHERE o.letter > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
-    AND (?4 IS NULL OR m.correlation_id = ?4)
+LEFT JOIN onefold_delivery d ON d.seq = o.seq
+WHERE o.letter > ?1 AND {asked}
 ORDER BY o.letter LIMIT ?5
 
 -- name: find_leased
--- From the leases to their messages: what is kept is not looked at.
-SELECT {record_of_delivery}
+{found}
 FROM onefold_delivery d INDEXED BY onefold_delivery_lease
-CROSS JOIN onefold_message m ON m.seq = d.seq
-WHERE d.state = {leased} AND d.worker = ?1 AND (?8 IS NULL OR d.crashes >= ?8)
-    AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
-    AND (?5 IS NULL OR m.correlation_id = ?5) AND d.state IN (SELECT value FROM json_each(?7))
-ORDER BY m.id LIMIT ?6
+{open}
+WHERE d.state = {leased} AND (?9 IS NULL OR d.worker = ?9) AND (?10 IS NULL OR d.crashes >= ?10) AND m.id > ?1 AND {asked}
+ORDER BY m.id LIMIT ?5
 
 -- name: find_crashed
-SELECT {record_of_delivery}
+{found}
 FROM onefold_delivery d INDEXED BY onefold_delivery_crashed
-CROSS JOIN onefold_message m ON m.seq = d.seq
-WHERE d.crashes > 0 AND d.crashes >= ?1
-    AND m.id > ?2 AND (?3 IS NULL OR m.queue = ?3) AND (?4 IS NULL OR m.message_type = ?4)
-    AND (?5 IS NULL OR m.correlation_id = ?5)
-    AND d.state IN (SELECT value FROM json_each(?7))
-ORDER BY m.id LIMIT ?6
+{open}
+WHERE d.crashes > 0 AND d.crashes >= ?9 AND m.id > ?1 AND {asked}
+ORDER BY m.id LIMIT ?5
+
+-- name: find_parked
+-- By number here and below, which is the order of ids of version 7.
+{found}
+FROM onefold_delivery d INDEXED BY onefold_delivery_parked
+{open}
+WHERE d.state = {parked} AND d.seq > ?1 AND {asked}
+ORDER BY d.seq LIMIT ?5
+
+-- name: find_runs
+{found}
+FROM onefold_delivery d INDEXED BY onefold_delivery_run
+{open}
+WHERE instr(d.message_type, '@') > 0 AND d.seq > ?1 AND {asked}
+ORDER BY d.seq LIMIT ?5
+
+-- name: find_open
+{found}
+FROM onefold_delivery d
+{open}
+WHERE d.seq > ?1 AND {asked}
+ORDER BY d.seq LIMIT ?5
 
 -- name: find_correlated
 -- The first message of a chain has its own id as its correlation id, all others stand in the index.
-SELECT {record}, CASE WHEN o.kept_until > ?7 THEN o.result END, o.failure,
+{found},
     coalesce((SELECT k.suppressed FROM onefold_key k
         WHERE k.scope = m.message_type AND k.key = m.idempotency_key AND k.kind = {key_idempotency} AND k.seq = m.seq), 0)
 FROM (
     SELECT seq FROM onefold_message INDEXED BY onefold_message_correlation
     WHERE correlation_id = ?4 AND correlation_id <> id
     UNION ALL
-    SELECT seq FROM onefold_message WHERE seq = ?8
+    SELECT seq FROM onefold_message WHERE seq = ?9
 ) found
 CROSS JOIN onefold_message m ON m.seq = found.seq
 {where_it_is}
-WHERE m.id > ?1 AND m.correlation_id = ?4 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
-    AND coalesce(d.state, o.state) IN (SELECT value FROM json_each(?6))
+WHERE m.id > ?1 AND {asked}
 ORDER BY m.id LIMIT ?5
 
 -- name: find_any
--- By number, which is the order of ids of version 7.
-SELECT {record}, CASE WHEN o.kept_until > ?7 THEN o.result END,
-    {failure_shown}
+{found}
 FROM onefold_message m
 {where_it_is}
-WHERE m.seq > ?1 AND (?2 IS NULL OR m.queue = ?2) AND (?3 IS NULL OR m.message_type = ?3)
-    AND (?4 IS NULL OR m.correlation_id = ?4)
-    AND coalesce(d.state, o.state) IN (SELECT value FROM json_each(?6))
+WHERE m.seq > ?1 AND {asked}
 ORDER BY m.seq LIMIT ?5
 
 -- name: attempts

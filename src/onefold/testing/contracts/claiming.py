@@ -64,6 +64,27 @@ class ClaimContract(Contract):
         assert [lease.id for lease in await bench.claim(types=("task", "new-task"))] == [unknown.id]
 
     @scenario
+    async def test_the_longest_due_is_claimed_first_whatever_its_type_and_priority(self, bench: Bench) -> None:
+        """A step of priority counts as a while waited; types that are not asked for are not in the way."""
+        types = ("a", "b", "c", "d@2")
+        step = limits.PRIORITY_STEP_SECONDS
+        sent: dict[str, float] = {}
+        for number in range(24):
+            kind, priority = types[number * 7 % 4], (0, 0, 1, 3)[number * 5 % 4]
+            name, _, version = kind.partition("@")
+            stored = await bench.put(
+                message_type=name, schema_version=int(version or 1), pinned=bool(version), priority=priority
+            )
+            sent[stored.id] = bench.clock.now() - priority * step * MICROSECONDS
+            await bench.put(message_type="unknown", priority=number % 10)
+            bench.clock.advance(step / 5 + number * _TICK)
+        taken: list[str] = []
+        while leases := await bench.claim(5, types=types):
+            taken += [lease.id for lease in leases]
+        assert taken == sorted(sent, key=lambda one: sent[one])
+        assert len(await bench.claim(types=("unknown",))) == 24
+
+    @scenario
     async def test_only_the_named_queues_are_claimed_from(self, bench: Bench) -> None:
         other = await bench.put(queue="mail")
         mine = await bench.put()

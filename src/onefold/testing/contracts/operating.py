@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from onefold import limits
 from onefold.clock import MICROSECONDS, give_way
-from onefold.store import MOVES, Again, Done, HandBack, Lease, Outcome, Query, Registered, State
+from onefold.store import MOVES, Again, Done, HandBack, Lease, Outcome, Parked, Query, Registered, State
 from onefold.testing.contracts.bench import ACT, DEAD, DONE, LEASE, PARKED, Bench, Contract, scenario
 
 
@@ -233,6 +234,50 @@ class OperatorContract(Contract):
                 seen += [record.envelope.id for record in page]
             assert seen == ids
 
+    @scenario
+    async def test_what_is_open_is_found_by_its_states_page_by_page(self, bench: Bench) -> None:
+        """Each set of states has the way to its messages that passes the fewest of the others."""
+        await bench.settled("done", DONE)
+        held = (await bench.leased("leased")).id
+        parked = []
+        for number in range(3):
+            bench.clock.advance(0.01)
+            parked.append(await _ended_run(bench, f"parked{number}", Parked(3_600.0, 0)))
+        waiting = [(await bench.put(f"later{number}", delay=MICROSECONDS)).id for number in range(3)]
+
+        async def pages(*states: State, **conditions: object) -> list[str]:
+            seen: list[str] = []
+            asked = Query(states=states, limit=2, **conditions)  # type: ignore[arg-type]
+            while page := await bench.store.find(replace(asked, after=seen[-1] if seen else "")):
+                seen += [record.envelope.id for record in page]
+            return seen
+
+        assert await pages(State.LEASED) == [held]
+        assert await pages(State.PARKED) == parked
+        assert await pages(State.SCHEDULED) == waiting
+        assert await pages(State.SCHEDULED, State.LEASED, State.PARKED) == sorted([held, *parked, *waiting])
+        assert await pages(State.SCHEDULED, State.PARKED, message_type="flow") == parked
+        assert await pages(State.SCHEDULED, State.PARKED, runs=True) == parked
+        assert await pages(State.SCHEDULED, State.PARKED, queue="mail") == []
+
+    @scenario
+    async def test_runs_are_found_whatever_their_state(self, bench: Bench) -> None:
+        text = '"pinned":true'  # in the text of a header it says nothing
+        for outcome in (DONE, DEAD):
+            await bench.settled(f"plain {outcome}", outcome, reply_to=text)
+        done, dead = [await _ended_run(bench, f"run {outcome}", outcome) for outcome in (DONE, DEAD)]
+        await bench.put("plain", reply_to=text)
+        waits = (await bench.put("run", message_type="flow", pinned=True, reply_to=text)).id
+
+        async def ids(*states: State) -> list[str]:
+            return [one.envelope.id for one in await bench.store.find(Query(states=states or None, runs=True))]
+
+        assert await ids() == sorted([done, dead, waits])
+        assert await ids(State.DONE) == [done]
+        assert await ids(State.DEAD) == [dead]
+        assert await ids(State.SCHEDULED, State.PARKED) == [waits]
+        assert [one.envelope.id for one in await bench.store.find(Query(ids=(waits, done), runs=True))] == [done, waits]
+
     # The register.
 
     @scenario
@@ -344,3 +389,11 @@ async def _try(bench: Bench, id_: str, lease: Lease, to: State) -> bool:
     if outcome is not None:
         return (await bench.store.settle([(lease, outcome)]))[0]
     return await bench.move(id_, to)
+
+
+async def _ended_run(bench: Bench, key: str, outcome: Outcome) -> str:
+    """Send a run of a workflow, claim it and settle it; return its id."""
+    stored = await bench.put(key, message_type="flow", pinned=True)
+    (lease,) = await bench.claim(types=("flow@1",))
+    assert await bench.store.settle([(lease, outcome)]) == [True]
+    return stored.id

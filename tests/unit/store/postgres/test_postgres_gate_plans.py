@@ -42,8 +42,7 @@ GIVEN: dict[str, Any] = {
 }
 #: Each statement, and the indexes it goes by.
 STATEMENTS = {
-    "claim": {"delivery_due", "delivery_lease", "delivery_line", "delivery_crowd", "delivery_priority", "message_pkey"},
-    "claim_ranked": {"delivery_due", "delivery_priority", "message_pkey"},
+    "claim": {"delivery_due", "delivery_lease", "delivery_line", "delivery_crowd", "message_pkey"},
     "claim_crashed": {"delivery_crashed", "message_pkey"},
     "lines_after": {"delivery_line", "delivery_turn", "gate_pkey"},
     "lines_crashed": {"delivery_crashed", "delivery_line"},
@@ -53,6 +52,7 @@ STATEMENTS = {
     "crowds_crashed": {"delivery_crashed"},
     "claim_lines": {"delivery_pkey", "message_pkey"},
     "claim_crowds": {"delivery_crowd", "message_pkey"},
+    "gate_read": {"gate_pkey"},
     "gate_hold": {"gate_pkey"},
     "gate_running": {"delivery_inside", "delivery_turn"},
     "gate_tokens": {"gate_pkey"},

@@ -15,7 +15,7 @@ from test_postgres_engine import claim, envelope, opened, run
 from test_postgres_sessions import Loser
 
 from onefold.store import Again, Done, Failure, Lease
-from onefold.store.gates import Gating
+from onefold.store.gates import Gating, Rate
 from onefold.store.postgres import PostgresStore
 from onefold.store.postgres.wire.statements import SQL
 
@@ -68,6 +68,38 @@ def test_who_lets_somebody_through_is_alone_with_the_gate(postgres_url: str) -> 
             assert await capped(store) == []
             await store.settle([(lease, Done(b"1")) for lease in leases])
             assert len(await capped(store)) == CAP - 1
+
+    run(scenario)
+
+
+def test_a_worker_that_waits_at_shut_gates_writes_nothing(postgres_url: str) -> None:
+    """Neither where no token is left nor where all places are taken, with a gate for each key or one for all."""
+    gatings = {
+        "rated": Gating(name="rated", rate_each=Rate(1, per=3_600)),
+        "full": Gating(name="full", max_running_each=1),
+        "charge": Gating(name="charge", max_running=1),
+    }
+
+    async def ask(store: PostgresStore) -> int:
+        asked = store.claim(["default"], types=["charge"], limit=100, lease=3_600, worker="w", gatings=gatings)
+        return len(await asked)
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            for name in ("rated", "full"):
+                await store.put([envelope(gate=f"{name}:{n % 40}") for n in range(80)])
+            await store.put([envelope(gate="charge:") for _ in range(5)])
+            taken = 0
+            while more := await ask(store):
+                taken += more
+            assert taken == 40 + 40 + 1
+            with psycopg.connect(postgres_url, autocommit=True) as other:
+                log = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
+                before = other.execute(log).fetchall()[0][0]
+                for _ in range(20):
+                    assert await ask(store) == 0
+                # The server itself writes a few dozen bytes now and then.
+                assert other.execute(log).fetchall()[0][0] - before < 20 * 20
 
     run(scenario)
 

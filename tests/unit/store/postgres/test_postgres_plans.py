@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import psycopg
@@ -37,6 +38,8 @@ GIVEN: dict[str, Any] = {
     "call": 1,
     "crashes_most": 0,
     "crashes": 1,
+    "step": 60_000_000,
+    "runs": False,
     "after": FIRST_ID,
     "states": numbers([0, 1]),
     "queue": None,
@@ -68,7 +71,7 @@ def plan_of(url: str, statement: str, **given: object) -> str:
     ("statement", "begins_with"),
     [
         ("claim_again", "delivery_lease"),
-        ("find_worker", "delivery_lease"),
+        ("find_leased", "delivery_lease"),
         ("find_crashed", "delivery_crashed"),
     ],
 )
@@ -85,6 +88,51 @@ def test_statements_begin_with_their_index_on_a_used_table(
         assert begins_with in plan
         assert "message_pkey" in plan
         assert "Seq Scan" not in plan
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("statement", "index"), [("find_open", "pkey"), ("find_parked", "parked"), ("find_runs", "run")]
+)
+def test_what_is_open_is_found_without_a_look_at_what_is_kept(postgres_url: str, statement: str, index: str) -> None:
+    """From the deliveries, in the order of a page, to their messages."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute("VACUUM ANALYZE")
+        plan = plan_of(postgres_url, statement, ids=None, worker=None, crashes=None)
+        assert f"Index Scan using delivery_{index} on delivery" in plan
+        assert "message_pkey" in plan
+        # The table of attempts is empty here, and only asked about messages that are parked.
+        assert "Seq Scan on" not in plan.replace("Seq Scan on attempt", "")
+        assert "Sort" not in plan
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_claim_visits_no_type_that_it_does_not_know(postgres_url: str, analyzed: bool) -> None:
+    """Beside 20,000 messages of other types, with priorities, each row that is read is a candidate."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+            others = [envelope(message_type=f"other{n % 30}", priority=n % 10) for n in range(20_000)]
+            await store.put(others)
+            await store.put([envelope(message_type="refund", priority=n % 3) for n in range(60)])
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            if analyzed:
+                connection.execute("VACUUM ANALYZE")
+            teach(connection)
+            given = {**GIVEN, "types": texts(["charge", "refund", "none"])}
+            rows = connection.execute(f"EXPLAIN (ANALYZE, BUFFERS) {SQL['claim']}", given).fetchall()
+        plan = "\n".join(row[0] for row in rows)
+        removed = [int(number) for number in re.findall(r"Rows Removed by \w+(?: \w+)*: (\d+)", plan)]
+        assert sum(removed) <= 1_000, plan
+        assert "Seq Scan on" not in plan
 
     run(scenario)
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import apsw
 import pytest
 
-from onefold.store import Done
+from onefold.store import Done, Lane
 from onefold.store.sqlite import SQLiteStore
 from onefold.store.sqlite.session import SQL as STATEMENTS
+from onefold.store.sqlite.session import Session, as_json
+from onefold.store.sqlite.verbs.claim import claim, claim_possible
+from onefold.store.sqlite.verbs.gates import Asked, Gates
 from onefold.testing.contracts import Bench
 from onefold.testing.contracts.bench import AGAIN, DEAD
 
@@ -33,6 +36,10 @@ WHOLE = {
     "restored_deliveries": {"onefold_delivery"},
     "restored_outcomes": {"onefold_outcome"},
 }
+
+
+#: What statements call the rows that they have found already.
+ALIASES = "d|g|walk|level|gone"
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +88,57 @@ def test_nothing_reads_a_whole_table_that_grows_with_what_is_kept(connection: ap
         ours = {
             line
             for line in scanned
-            if not re.search(r"json_each|VIRTUAL TABLE|CONSTANT ROW|subquery|onefold_purge|^[dg]$|^walk$|^gone$", line)
+            if not re.search(rf"json_each|VIRTUAL TABLE|CONSTANT ROW|subquery|onefold_purge|^({ALIASES})$", line)
         }
         assert ours <= WHOLE.get(name, set()), (name, plan(connection, statement))
 
 
-def test_a_claim_reads_one_range_of_the_due_and_no_more_messages_than_it_takes(connection: apsw.Connection) -> None:
-    for name, index in (("claim_select", "due"), ("claim_select_crashed", "crashed")):
+def test_a_claim_reads_one_range_of_each_type_and_no_more_messages_than_it_takes(connection: apsw.Connection) -> None:
+    ranges = {
+        "claim_heads": "due (queue=? AND priority=? AND message_type=? AND due_at<?)",
+        "claim_of_type": "due (queue=? AND priority=? AND message_type=? AND due_at>? AND due_at<?)",
+        "claim_crashed": "crashed (queue=? AND due_at<?)",
+    }
+    for name, index in ranges.items():
         lines = plan(connection, STATEMENTS[name])
-        assert f"SEARCH onefold_delivery USING INDEX onefold_delivery_{index} (queue=? AND due_at<?)" in lines
-        assert "SEARCH m USING INTEGER PRIMARY KEY (rowid=?)" in lines
+        assert [line for line in lines if line.endswith(f"USING INDEX onefold_delivery_{index}")]
         assert not [line for line in lines if "ORDER BY" in line]
+    assert "SEARCH m USING INTEGER PRIMARY KEY (rowid=?)" in plan(connection, STATEMENTS["claim_rows"])
+
+
+def test_a_claim_costs_the_same_beside_any_number_of_messages_of_other_types(tmp_path: Path) -> None:
+    """Counted in steps of SQLite's machine, which do not depend on how busy this one is."""
+
+    async def steps(others: int) -> tuple[int, int]:
+        path = str(tmp_path / f"{others}.db")
+        async with AsyncExitStack() as stack:
+            bench = Bench(lambda clock: SQLiteStore(path, clock=clock, synchronous="OFF"), stack)
+            bench.store = await bench.another()
+            noise = [bench.message(message_type=f"other{n % 30}", priority=n % 10) for n in range(others)]
+            await bench.store.put(noise)
+            bench.clock.advance(1.0)
+            for kind in ("task", "second"):
+                await bench.store.put([bench.message(message_type=kind, priority=n % 3) for n in range(30)])
+        connection = apsw.Connection(path)
+        session, counted = Session(connection, bench.clock), [0, 0]
+        known = as_json(["task", "second", "third"])
+        asked = Asked(["default"], frozenset(), known, 50, Lane.ANY, {}, None)
+
+        def count() -> bool:
+            counted[0] += 1
+            return False
+
+        connection.set_progress_handler(count, 1)
+        assert claim_possible(session, Gates(), asked)
+        counted[1] = counted[0]
+        with connection:
+            assert len(claim(session, Gates(), asked, lease=30.0, worker="w")) == 50
+        connection.close()
+        return counted[1], counted[0]
+
+    few, many = asyncio.run(steps(30)), asyncio.run(steps(20_000))
+    assert many[0] <= few[0] * 1.2
+    assert many[1] <= few[1] * 1.2
 
 
 @pytest.mark.parametrize("name", ["claim_take", "lease_fences", "extend", "settle_end", "settle_again"])

@@ -17,6 +17,7 @@ from onefold.clock import MICROSECONDS, Clock, give_way
 from onefold.store import Done, Lease, Query, State
 from onefold.store.sqlite import SQLiteStore
 from onefold.store.sqlite.connection import BUSY_SECONDS_MAX
+from onefold.store.sqlite.session import SQL
 from onefold.store.sqlite.store import TAKEOVER_GRACE_MICROS
 from onefold.testing.contracts import Bench
 from onefold.testing.contracts.bench import DONE, LEASE
@@ -28,6 +29,10 @@ TABLES = (
     "CREATE TABLE effect (number INTEGER NOT NULL UNIQUE, "
     "parent INTEGER REFERENCES parent (id) DEFERRABLE INITIALLY DEFERRED)",
 )
+
+
+#: What a claim asks on the reader before it asks for the write lock.
+LOOKS = {" ".join(SQL[name].split()) for name in ("claim_run_out", "claim_kinds", "claim_heads", "claim_of_type")}
 
 
 class Tracer:
@@ -363,7 +368,7 @@ def test_no_handler_runs_while_a_transaction_of_ours_is_open(play: Play) -> None
         seen: set[str] = set()
 
         def said_in_transactions() -> list[tuple[str, int]]:
-            return [one for one in made.tracer.said if not one[0].startswith("SELECT EXISTS")]
+            return [one for one in made.tracer.said if one[0] not in LOOKS]
 
         async def watch() -> None:
             while True:

@@ -75,11 +75,10 @@ CREATE TABLE onefold.delivery (
     autovacuum_analyze_scale_factor = 0.1
 );
 
--- Claimable messages in the order of claims: one short range per queue.
-CREATE INDEX delivery_due ON onefold.delivery (queue, due_at) WHERE state <> {leased} AND gate IS NULL AND priority = 0;
--- The same for those with a priority, which are looked at level by level.
-CREATE INDEX delivery_priority ON onefold.delivery (queue, priority, due_at)
-    WHERE state <> {leased} AND gate IS NULL AND priority > 0;
+-- Claimable messages: one short range for each priority and type, so that a claim never visits a type that its worker
+-- does not know.
+CREATE INDEX delivery_due ON onefold.delivery (queue, priority, message_type, due_at)
+    WHERE state <> {leased} AND gate IS NULL;
 -- Messages that wait at gates without an order; the gates themselves are found by leaping from one to the next.
 CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, due_at)
     WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
@@ -96,6 +95,9 @@ CREATE INDEX delivery_inside ON onefold.delivery (gate) WHERE state = {leased} A
 CREATE INDEX delivery_lease ON onefold.delivery (lease_until) WHERE state = {leased};
 -- Messages that workers died with: few, and some workers take nothing else.
 CREATE INDEX delivery_crashed ON onefold.delivery (queue, due_at) WHERE crashes > 0;
+-- For people: messages that are parked, and runs of workflows, which are claimed by their type and version.
+CREATE INDEX delivery_parked ON onefold.delivery (id) WHERE state = {parked};
+CREATE INDEX delivery_run ON onefold.delivery (id) WHERE pg_catalog.strpos(message_type, '@') > 0;
 
 -- Places of messages without a number, in the order of their puts.
 CREATE SEQUENCE onefold.place MINVALUE -4611686018427387904 START -4611686018427387904 MAXVALUE -1;

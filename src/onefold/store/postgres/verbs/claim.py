@@ -20,9 +20,10 @@ from onefold.store.shared.rows import MESSAGE_COLUMNS, lease_of
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
 LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
-#: Columns of a claimed row, the last two only at gates; the last row of a claim says in four others what else it saw.
+#: Columns of a claimed row: its rank where it waited at no gate, the last two at gates.
+#: The last row of a claim says in four others what else it saw.
 _ID, _QUEUE, _DUE_AT = 0, MESSAGE_COLUMNS.index("queue"), len(MESSAGE_COLUMNS)
-CLAIMED_AT, GATE, ORDER = _DUE_AT + 7, _DUE_AT + 8, _DUE_AT + 9
+CLAIMED_AT, _RANK, GATE, ORDER = _DUE_AT + 7, _DUE_AT + 8, _DUE_AT + 8, _DUE_AT + 9
 _SEEN = slice(_DUE_AT, _DUE_AT + 4)
 
 
@@ -53,8 +54,8 @@ class Claimed(NamedTuple):
     #: Whether there may be messages in lines, and at gates without an order.
     lines: bool
     crowds: bool
-    #: Whether any message has a priority; then none was claimed, unless they were to be ranked.
-    ranked: bool
+    #: Whether as many were due as were wanted, so that more may be.
+    full: bool
 
 
 class Claims:
@@ -88,20 +89,16 @@ class Claims:
             "step": _PRIORITY_STEP,
         }
 
-    async def claim(
-        self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None, ranked: bool = False
-    ) -> Claimed:
+    async def claim(self, wanted: Wanted, floors: Sequence[int], *, lease_floor: int | None) -> Claimed:
         """Take due messages without a gate; of each queue only those that were due at its floor or later.
 
         With a ``lease_floor`` also look for leases that ran out since then.
-        None is taken if any message has a priority, unless they are to be ``ranked``.
         """
-        statement = "claim_crashed" if wanted.lane is Lane.PROBATION else "claim_ranked" if ranked else "claim"
-        asked = {"floors": bigints(floors), "lease_floor": lease_floor, "top": limits.PRIORITY_MAX}
+        statement = "claim_crashed" if wanted.lane is Lane.PROBATION else "claim"
+        asked = {"floors": bigints(floors), "lease_floor": lease_floor}
         rows = await self.wire.rows(statement, {**self.asking(wanted), **asked})
         seen = rows.pop()
-        leases = _leases_of(rows, wanted, ranked=ranked)
-        return Claimed(leases, seen[CLAIMED_AT], *map(bool, seen[_SEEN]))
+        return Claimed(_leases_of(rows, wanted), seen[CLAIMED_AT], *map(bool, seen[_SEEN]))
 
     async def claimed(self, wanted: Wanted) -> list[Lease]:
         """Return the leases that a call of claim has taken whose answer was lost.
@@ -116,21 +113,15 @@ class Claims:
         return [lease for lease in leases if lease not in numbered]
 
 
-def _leases_of(rows: list[Row], wanted: Wanted, *, ranked: bool) -> list[Lease]:
+def _leases_of(rows: list[Row], wanted: Wanted) -> list[Lease]:
     """Return the leases, those of the first queue first, each queue's by due time and priority."""
-    place = {queue: number for number, queue in enumerate(wanted.queues)}
-    if not ranked and len(place) > 1:
-        rows.sort(key=lambda row: (place[row[_QUEUE]], row[_DUE_AT], row[_ID]))
-    elif not ranked:
-        rows.sort(key=_by_due_time)
-    leases = [lease_of(row, claimed_at=row[CLAIMED_AT], worker=wanted.worker) for row in rows]
-    return sorted(leases, key=lambda lease: (place[lease.envelope.queue], *_rank(lease))) if ranked else leases
-
-
-def _rank(lease: Lease) -> tuple[int, str]:
-    """Return by what messages are ordered when a step of priority counts as much as waiting for it."""
-    return lease.envelope.due_at - lease.envelope.priority * _PRIORITY_STEP, lease.id
+    if len(wanted.queues) > 1:
+        place = {queue: number for number, queue in enumerate(wanted.queues)}
+        rows.sort(key=lambda row: (place[row[_QUEUE]], row[_RANK], row[_ID]))
+    else:
+        rows.sort(key=_by_rank)
+    return [lease_of(row, claimed_at=row[CLAIMED_AT], worker=wanted.worker) for row in rows]
 
 
 #: The order of most claims; itemgetter is quicker than a function of our own.
-_by_due_time = itemgetter(_DUE_AT, _ID)
+_by_rank = itemgetter(_RANK, _ID)

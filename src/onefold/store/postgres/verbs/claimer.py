@@ -9,7 +9,7 @@ One statement claims, and says whether leases have run out; only then they cost 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import psycopg
@@ -99,8 +99,8 @@ class PostgresClaimer:
         self._gatekeeper = Gates()
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
-        #: Whether the last look saw messages in lines, at gates without an order, and with a priority.
-        self._lines = self._crowds = self._ranked = False
+        #: Whether the last look saw messages in lines, and at gates without an order.
+        self._lines = self._crowds = False
         self._gates_first = False
 
     def look_everywhere(self) -> None:
@@ -168,12 +168,9 @@ class PostgresClaimer:
                 self._overdue.none_before(claimed.now)
             if released:
                 self.look_everywhere()
-        first_ranked = claimed.ranked and not self._ranked and wanted.lane is not Lane.PROBATION
-        self._ranked = claimed.ranked
-        if claimed.run_out or first_ranked:
-            # Nothing was taken yet.
+        if claimed.run_out or (claimed.full and not claimed.leases):
+            # Nothing was taken yet, because leases are released first, or because other claims held what was due.
             claimed = await self._claim(leasing, wanted, None)
-            self._ranked = claimed.ranked
         self._lines, self._crowds = claimed.lines, claimed.crowds
         return claimed.leases, released
 
@@ -183,19 +180,34 @@ class PostgresClaimer:
         back = round((_FURTHER_BACK_SECONDS if further else NEAR_SECONDS) * MICROSECONDS)
         seen = self._seen.setdefault((wanted.lane, tuple(wanted.types)), {})
         floors = [0 if everywhere else max(0, seen.get(queue, 0) - back) for queue in wanted.queues]
-        claimed = await leasing.claim(wanted, floors, lease_floor=lease_floor, ranked=self._ranked)
+        claimed = await leasing.claim(wanted, floors, lease_floor=lease_floor)
         if everywhere:
             self._everywhere.done(began_at)
         if everywhere or further:
             self._further.done(began_at)
-        without = [one.envelope for one in claimed.leases if not one.envelope.priority]
-        for envelope in without:  # in the order of their due times, so the last of each queue remains
-            seen[envelope.queue] = envelope.due_at
-        if len(claimed.leases) < wanted.limit and not claimed.run_out and (self._ranked or not claimed.ranked):
+        seen.update(_ends(claimed.leases))
+        if not (claimed.full or claimed.run_out):
             # The server looked at its clock after it was asked, so this is never too late.
             asked_at = claimed.now - (_machine.steady() - began_at)
             seen.update(dict.fromkeys(wanted.queues, asked_at))
         return claimed
+
+
+def _ends(leases: Sequence[Lease]) -> dict[str, int]:
+    """Return how far a claim has got in each queue: up to the last message of the type that is the furthest behind.
+
+    A type of which it took none may have been passed, when other claims held much of the others: within a second the
+    next look from the beginning finds it.
+    """
+    last: dict[tuple[str, str, int], int] = {}
+    for lease in leases:  # in the order of their due times, so the last of each type remains
+        one = lease.envelope
+        if not one.priority:
+            last[one.queue, one.message_type, one.schema_version] = one.due_at
+    ends: dict[str, int] = {}
+    for (queue, *_), due_at in last.items():
+        ends[queue] = min(due_at, ends.get(queue, due_at))
+    return ends
 
 
 def _rest(wanted: Wanted, leases: list[Lease]) -> Wanted:

@@ -230,6 +230,7 @@ class _Look:
         named = {one.gating.name: one.gating.is_limited for one in waiting}
         limited = [one for one in waiting if named[one.gating.name]] if any(named.values()) else []
         await self._take_free([one for one in waiting if not named[one.gating.name]] if limited else waiting)
+        limited = await self._open_among(limited)
         while limited := [one for one in limited if one.gating.name not in self._shut]:
             if min(self._room, self._limit) <= 0:
                 self._shut |= {one.gating.name for one in limited}
@@ -247,6 +248,15 @@ class _Look:
             self._keep(leases)
             taken = Counter(lease.gate for lease in leases)
             waiting = [one for one in waiting if not one.id and taken[one.gate] >= share]
+
+    async def _open_among(self, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """Return those whose gates look open, without a lock; shut gates cost a worker that waits there no write."""
+        if not waiting or min(self._room, self._limit) <= 0:
+            return list(waiting)
+        places = Places(self._wanted.gatings, [one.gate for one in waiting])
+        await places.look(self._wire, self._asked["now"])
+        self._shut |= places.shut
+        return [one for one in waiting if places.is_open(one.gate)]
 
     async def _take_limited(self, waiting: Sequence[Waiting]) -> None:
         """Lock the gates' rows, count the running messages, take as many as there are places and tokens, and commit."""
@@ -344,24 +354,42 @@ class Places:
         gating = self._gatings[name_of(key)]
         return (gating.max_running, gating.rate) if key == gating.name else (gating.max_running_each, gating.rate_each)
 
+    async def look(self, wire: Wire, now: int | None) -> None:
+        """Count without a lock; until the rows are held, another claim may take what is free."""
+        keys = self._all_keys()
+        rows, running = await wire.rows_of_each(
+            [("gate_read", {"now": now, "keys": texts(keys)}), ("gate_running", self._counted(keys))]
+        )
+        known = {row[0]: row for row in rows}
+        self._count([known.get(key, (key, None, 0, 0)) for key in keys], running)
+
     async def hold(self, wire: Wire, now: int | None) -> bool:
         """Lock the rows that no other claim has locked, and count; True when another claim has locked some of them."""
-        keys = sorted({key for gate in self._gates for key in self._keys(gate)})
+        keys = self._all_keys()
         _, held, running = await wire.rows_of_each(
             [
                 ("gate_make", {"now": now, "keys": texts(keys), "kept": _KEPT}),
                 ("gate_hold", {"now": now, "keys": texts(keys)}),
-                (
-                    "gate_running",
-                    {
-                        "gates": texts([key for key in keys if key not in self._gatings]),
-                        "names": texts([key for key in keys if key in self._gatings]),
-                    },
-                ),
+                ("gate_running", self._counted(keys)),
             ]
         )
+        self._count(held, running)
+        return len(held) < len(keys)
+
+    def _all_keys(self) -> list[str]:
+        return sorted({key for gate in self._gates for key in self._keys(gate)})
+
+    def _counted(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the parameters by which the running messages of gates and of names are counted."""
+        return {
+            "gates": texts([key for key in keys if key not in self._gatings]),
+            "names": texts([key for key in keys if key in self._gatings]),
+        }
+
+    def _count(self, rows: Iterable[Row], running: Iterable[Row]) -> None:
+        """Say how many are free at each key: of places, and of tokens."""
         counted: dict[str, int] = dict(running)
-        for key, tokens, at, now_there in held:
+        for key, tokens, at, now_there in rows:
             most, rate = self._limits(key)
             free = limits.RUNNING_MAX if most is None else most - counted.get(key, 0)
             if rate is not None:
@@ -370,7 +398,10 @@ class Places:
                 self._buckets[key] = rate, known.refilled(rate, now_there)
                 free = min(free, int(self._buckets[key][1].tokens))
             self._free[key] = max(free, 0)
-        return len(held) < len(keys)
+
+    def is_open(self, gate: str) -> bool:
+        """Whether a message may pass this gate."""
+        return all(self._free.get(key, 0) > 0 for key in self._keys(gate))
 
     def allot(self, waiting: Sequence[tuple[str, bool]], most: int) -> list[int]:
         """Say how many each may have, in turns; of a line, which is the second thing said of each, one."""

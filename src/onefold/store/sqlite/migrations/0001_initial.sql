@@ -54,11 +54,10 @@ CREATE TABLE onefold_delivery (
     CHECK ((state = {parked}) = (wake_target IS NOT NULL))
 );
 
--- Messages that may be claimed, in that order: one short range per queue.
-CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, due_at)
-WHERE state <> {leased} AND gate IS NULL AND priority = 0;
-CREATE INDEX onefold_delivery_priority ON onefold_delivery (queue, priority, due_at)
-WHERE state <> {leased} AND gate IS NULL AND priority > 0;
+-- Messages that may be claimed: one short range for each priority and type, so that a claim never visits a type that its
+-- worker does not know.
+CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, priority, message_type, due_at)
+WHERE state <> {leased} AND gate IS NULL;
 -- Messages at gates: in a crowd, or in a line.
 CREATE INDEX onefold_delivery_crowd ON onefold_delivery (queue, gate, priority, due_at)
 WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
@@ -76,6 +75,9 @@ WHERE state = {leased} AND gate IS NOT NULL AND place IS NULL;
 CREATE INDEX onefold_delivery_lease ON onefold_delivery (lease_until) WHERE state = {leased};
 -- The few that a worker died with, which are run and judged apart.
 CREATE INDEX onefold_delivery_crashed ON onefold_delivery (queue, due_at) WHERE crashes > 0;
+-- For people: messages that are parked, and runs of workflows, which are claimed by their type and version.
+CREATE INDEX onefold_delivery_parked ON onefold_delivery (seq) WHERE state = {parked};
+CREATE INDEX onefold_delivery_run ON onefold_delivery (seq) WHERE instr(message_type, '@') > 0;
 
 -- The state of a gate that outlives its messages: tokens, and the last number that ended in a line.
 CREATE TABLE onefold_gate (

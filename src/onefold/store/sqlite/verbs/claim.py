@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
@@ -12,22 +13,10 @@ from onefold.store import Dead, Lane, Lease, damaged
 from onefold.store.shared.rows import encode_failure, read_envelope
 from onefold.store.sqlite.drivers import ERRORS, is_constraint
 from onefold.store.sqlite.session import Row, RowLease, Session, as_json
-from onefold.store.sqlite.verbs.gates import Asked, Budget, Gates, Pick, in_turn, merged, pass_on
+from onefold.store.sqlite.verbs.gates import PRIORITY_STEP, Asked, Budget, Gates, Pick, in_turn, pass_on
 from onefold.store.sqlite.verbs.journal import JournalTable
 
 logger = logging.getLogger("onefold")
-
-#: The statement of each lane, and how many crashes it allows where it asks.
-_SELECT_OF: dict[Lane, tuple[Any, ...]] = {
-    Lane.ANY: ("claim_select", limits.INTEGER_MAX),
-    Lane.MAIN: ("claim_select", 0),
-    Lane.PROBATION: ("claim_select_crashed",),
-}
-_POSSIBLE_OF: dict[Lane, tuple[Any, ...]] = {
-    Lane.ANY: ("claim_possible", limits.INTEGER_MAX),
-    Lane.MAIN: ("claim_possible", 0),
-    Lane.PROBATION: ("claim_possible_crashed",),
-}
 
 
 def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
@@ -39,21 +28,9 @@ def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker:
     for queue in asked.queues:
         if budget.room <= 0:
             break
-        prioritised, lined, crowded = session.rows("claim_kinds", queue)[0]
-        if not (prioritised or lined or crowded):
-            rows = _plain(session, asked, queue, now, budget.room)
-            budget.room -= len(rows)
-            leases += [_lease_of(row, now, worker) for row in rows]
-            continue
-        # Suspects ignore priority.
-        by_priority = _by_priority if prioritised and asked.lane is not Lane.PROBATION else None
-        kinds = {by_priority: True, gates.lines: lined, gates.crowds: crowded}
+        lined, crowded = session.rows("claim_kinds", queue)[0]
+        kinds = {_plain: True, gates.lines: lined, gates.crowds: crowded}
         for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn):
-            if choose is None:
-                rows = _plain(session, asked, queue, now, budget.room)
-                budget.room -= len(rows)
-                leases += [_lease_of(row, now, worker) for row in rows]
-                continue
             picks = list(choose(session, asked, queue, now, budget))
             rows = session.rows("claim_rows", as_json([pick.seq for pick in picks])) if picks else []
             leases += [_lease_of(row, now, worker, pick) for row, pick in zip(rows, picks, strict=True)]
@@ -101,43 +78,54 @@ def _take_one(session: Session, lease: RowLease, now: int, given: tuple[int, str
     return False
 
 
-def _plain(session: Session, asked: Asked, queue: str, now: int, number: int) -> list[Row]:
-    """Read those that wait at no gate, the longest due first."""
-    statement, *bounds = _SELECT_OF[asked.lane]
-    return session.rows(statement, queue, now, asked.known, number, *bounds)
+def _plain(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> list[Pick]:
+    """Choose those that wait at no gate, the longest due first; a step of priority counts as waiting for it."""
+    number = budget.room
+    if asked.lane is Lane.PROBATION:
+        # Suspects ignore priority.
+        waiting: Iterator[Row] = iter(session.rows("claim_crashed", queue, now, asked.known, number))
+    else:
+        heads = session.rows("claim_heads", queue, now, asked.known, asked.crashes_max)
+        size = -(-number // max(len(heads), 1))
+        lists = [_of_type(session, asked, queue, now, priority, kind, size) for priority, kind in heads]
+        waiting = lists[0] if len(lists) == 1 else heapq.merge(*lists)
+    picks = [Pick(seq) for _, seq in itertools.islice(waiting, number)]
+    budget.room -= len(picks)
+    return picks
 
 
-def _by_priority(session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
-    """Choose those that wait at no gate, of which some have a priority."""
-    given = (queue, now, asked.known, asked.crashes_max, budget.room)
-    levels = [(0, session.rows("claim_level_plain", *given))]
-    levels += [(level, session.rows("claim_level", *given, level)) for level in range(1, limits.PRIORITY_MAX + 1)]
-    chosen = merged(levels, budget.room)
-    budget.room -= len(chosen)
-    return (Pick(seq) for seq in chosen)
+def _of_type(
+    session: Session, asked: Asked, queue: str, now: int, priority: int, message_type: str, size: int
+) -> Iterator[Row]:
+    """Read one type on one level of priority, a portion at a time and only as far as the claim goes."""
+    known = queue, now, asked.crashes_max, priority, message_type
+    after: Row = (-limits.INTEGER_MAX, 0)
+    while True:
+        rows = session.rows("claim_of_type", *known, *after, size)
+        yield from ((due_at - priority * PRIORITY_STEP, seq) for due_at, seq in rows)
+        if len(rows) < size:
+            return
+        after = rows[-1]
 
 
-def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick | None = None) -> RowLease:
+def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick) -> RowLease:
     """Return the lease of a row just claimed, which still shows the fence before the claim."""
     fence, attempt, crashes, replays, wake, seq = row[14:]
     envelope, damage = read_envelope(row)
     common = (envelope, fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
-    if pick is None:
-        return RowLease(*common, damage=damage, seq=seq)
     return RowLease(*common, pick.gate, pick.gap, damage=damage, seq=seq)
 
 
 def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:
     """Whether a claim might find something; only a read."""
-    statement, *bounds = _POSSIBLE_OF[asked.lane]
     now, steady = session.clock.now(), session.clock.steady()
-    if session.rows(statement, steady, as_json(asked.queues), now, asked.known, *bounds)[0][0]:
+    if session.rows("claim_run_out", steady)[0][0]:
         return True
     budget = Budget(session, asked, now)
     for queue in asked.queues:
-        _, lined, crowded = session.rows("claim_kinds", queue)[0]
-        if (lined and any(True for _ in gates.lines(session, asked, queue, now, budget))) or (
-            crowded and any(True for _ in gates.crowds(session, asked, queue, now, budget))
-        ):
+        lined, crowded = session.rows("claim_kinds", queue)[0]
+        kinds = {_plain: True, gates.lines: lined, gates.crowds: crowded}
+        chosen = (choose(session, asked, queue, now, budget) for choose, is_there in kinds.items() if is_there)
+        if any(True for picks in chosen for _ in picks):
             return True
     return False

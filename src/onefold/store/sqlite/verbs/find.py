@@ -6,9 +6,10 @@ from typing import Any
 
 from onefold import limits
 from onefold.store import Attempt, Counts, Query, Record, State
+from onefold.store.shared.finding import statement_for
 from onefold.store.shared.rows import allows, attempt_of, record_of
 from onefold.store.sqlite.numbers import number_of, numbers_of, stored_number
-from onefold.store.sqlite.session import Row, Session, as_json
+from onefold.store.sqlite.session import Session, as_json
 
 
 def find(session: Session, query: Query) -> list[Record]:
@@ -17,25 +18,25 @@ def find(session: Session, query: Query) -> list[Record]:
         numbers = as_json(list(numbers_of(session, query.ids).values()))
         found = [record_of(row) for row in session.rows("find_ids", numbers, session.clock.now())]
         return [record for record in found if allows(query, record)]
-    return [record_of(row) for row in _rows(session, query)]
-
-
-def _rows(session: Session, query: Query) -> list[Row]:
-    limit = min(query.limit, limits.PAGE_MAX)
-    given = (query.after, query.queue, query.message_type, query.correlation_id, limit)
+    statement = statement_for(query)
+    after = _number_after(session, query.after) if statement in _BY_NUMBER else query.after
     # Crashes are asked for among the living only.
     states = as_json([int(s) for s in query.states or State if query.crashes is None or not s.ended])
-    if query.worker is not None:
-        return session.rows("find_leased", query.worker, *given, states, query.crashes)
-    if query.crashes:
-        return session.rows("find_crashed", query.crashes, *given, states)
-    if query.correlation_id is not None:
+    limit = min(query.limit, limits.PAGE_MAX)
+    given = [after, query.queue, query.message_type, query.correlation_id, limit, states]
+    given += [session.clock.now(), query.runs]
+    if statement == "find_leased":
+        given += [query.worker, query.crashes]
+    elif statement == "find_crashed":
+        given += [query.crashes]
+    elif statement == "find_correlated":
         # The first message of a chain has its own id as its correlation id.
-        first = stored_number(session, query.correlation_id)
-        return session.rows("find_correlated", *given, states, session.clock.now(), first)
-    if query.states == (State.DEAD,):
-        return session.rows("find_dead", *given)
-    return session.rows("find_any", _number_after(session, query.after), *given[1:], states, session.clock.now())
+        given += [stored_number(session, query.correlation_id or "")]
+    return [record_of(row) for row in session.rows(statement, *given)]
+
+
+#: Statements that page by number, which is the order of ids of version 7.
+_BY_NUMBER = {"find_parked", "find_runs", "find_open", "find_any"}
 
 
 def _number_after(session: Session, after: str) -> int:

@@ -23,7 +23,7 @@ _PORTION_MIN = 16
 Item = TypeVar("Item")
 
 LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
-_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
+PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
 
 
 #: For gates whose name is not declared here.
@@ -255,7 +255,7 @@ def merged(levels: Sequence[tuple[int, Sequence[Row]]], number: int) -> list[int
     """Merge rows of several priorities, each in the order of their due times, as if each step were time waited."""
     if len(levels) == 1:
         return [seq for seq, _ in levels[0][1]]
-    ranked = sorted((due_at - level * _STEP, seq) for level, rows in levels for seq, due_at in rows)
+    ranked = sorted((due_at - level * PRIORITY_STEP, seq) for level, rows in levels for seq, due_at in rows)
     return [seq for _, seq in ranked[:number]]
 
 
