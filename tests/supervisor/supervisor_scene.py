@@ -147,6 +147,8 @@ class Scene:
                 stdout=output,
                 stderr=output if errors is None else errors,
                 env={**self.environment, **variables},
+                # A signal that is ignored here, as under nohup, would be ignored there as well.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
         self.workers.append(Running(process, log))
         return self.workers[-1]

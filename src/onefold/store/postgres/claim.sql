@@ -111,7 +111,7 @@ picked AS MATERIALIZED (
 {taken}
 SELECT {lease}, t.due_at - t.priority * %(step)s::bigint FROM {taken_messages}
 UNION ALL
-SELECT {more}, CASE WHEN (SELECT pg_catalog.sum(number) FROM number) >= %(limit)s::bigint THEN 1 ELSE 0 END,
+SELECT {more}, CASE WHEN (SELECT pg_catalog.sum(number)::bigint FROM number) >= %(limit)s::bigint THEN 1 ELSE 0 END,
     NULL, NULL, NULL, now, NULL
 FROM clock
 

@@ -562,11 +562,10 @@ CASE WHEN o.kept_until > {now} THEN o.result END
 
 -- part: run_if_asked
 -- Headers are searched as bytes: within a text of theirs the quotes would be escaped, and damaged ones are no error.
-(NOT %(runs)s::boolean OR position('"pinned":true'::bytea IN m.headers) > 0)
+(NOT %(runs)s::boolean OR pg_catalog.position(m.headers, '"pinned":true'::bytea) > 0)
 
 -- part: asked
-coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
-    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s)
+(%(queue)s::text IS NULL OR m.queue = %(queue)s)
     AND (%(message_type)s::text IS NULL OR m.message_type = %(message_type)s)
     AND {run_if_asked}
 
@@ -575,6 +574,13 @@ coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
     AND (%(correlation_id)s::text IS NULL OR m.correlation_id = %(correlation_id)s)
     AND (%(worker)s::text IS NULL OR d.worker = %(worker)s)
     AND (%(crashes)s::int IS NULL OR d.crashes >= %(crashes)s)
+
+-- part: is_alive_so
+-- Of deliveries the planner knows how many have which state, and so that a page of them is best read in their order.
+d.state = ANY (%(states)s::smallint[])
+
+-- part: is_so
+coalesce(d.state, o.state) = ANY (%(states)s::smallint[])
 
 -- part: failure_shown
 -- A message that was parked because of a failure shows it: it is the attempt with the fence it was parked under.
@@ -591,7 +597,7 @@ LEFT JOIN onefold.outcome o ON o.id = m.id
 -- name: find_ids
 -- Every `find` asks for everything that a query can; they differ in where they begin to look.
 {anywhere}
-WHERE m.id = ANY (%(ids)s::uuid[]) AND m.id > %(after)s::uuid AND {asked_of_all}
+WHERE m.id = ANY (%(ids)s::uuid[]) AND m.id > %(after)s::uuid AND {is_so} AND {asked_of_all}
 ORDER BY m.id LIMIT %(limit)s
 
 -- part: among_deliveries
@@ -599,7 +605,7 @@ SELECT {found}, o.result, o.failure
 FROM d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
-WHERE m.id > %(after)s::uuid AND {asked_of_all}
+WHERE m.id > %(after)s::uuid AND {is_alive_so} AND {asked_of_all}
 ORDER BY m.id LIMIT %(limit)s
 
 -- name: find_leased
@@ -620,7 +626,7 @@ SELECT {found}, o.result, {failure_shown}
 FROM onefold.delivery d
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = d.id OFFSET 0) m
 LEFT JOIN onefold.outcome o ON false
-WHERE d.id > %(after)s::uuid AND {asked_of_all}
+WHERE d.id > %(after)s::uuid AND {is_alive_so} AND {asked_of_all}
 
 -- name: find_parked
 {open} AND d.state = {parked}
@@ -662,12 +668,12 @@ FROM chain
 CROSS JOIN LATERAL (SELECT * FROM onefold.message WHERE message.id = chain.id OFFSET 0) m
 LEFT JOIN LATERAL (SELECT * FROM onefold.delivery WHERE delivery.id = chain.id OFFSET 0) d ON true
 LEFT JOIN LATERAL (SELECT * FROM onefold.outcome WHERE outcome.id = chain.id OFFSET 0) o ON true
-WHERE {asked}
+WHERE {is_so} AND {asked}
 ORDER BY m.id LIMIT %(limit)s
 
 -- name: find_any
 {anywhere}
-WHERE m.id > %(after)s::uuid AND {asked_of_all}
+WHERE m.id > %(after)s::uuid AND {is_so} AND {asked_of_all}
 ORDER BY m.id LIMIT %(limit)s
 
 -- name: attempts

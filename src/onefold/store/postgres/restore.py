@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from onefold import limits
 from onefold.store.postgres.session import FIRST_ID, Session
 from onefold.store.postgres.wire.pool import Pool
 from onefold.store.postgres.wire.wire import Wire
@@ -21,7 +22,7 @@ async def restore(pool: Pool, session_of: Callable[[Wire], Session]) -> int:
 
     async def page(wire: Wire, _: bool) -> tuple[int, str | None]:
         async with wire.transaction():
-            return await session_of(wire).restored(after, _PAGE)
+            return await _raise_fences(session_of(wire), after)
 
     last: str | None = FIRST_ID
     while last is not None:
@@ -29,3 +30,10 @@ async def restore(pool: Pool, session_of: Callable[[Wire], Session]) -> int:
         number, last = await pool.run(page)
         ended += number
     return ended
+
+
+async def _raise_fences(session: Session, after: str) -> tuple[int, str | None]:
+    """Raise the fences of the next messages and end their leases; return how many ended, and the last message."""
+    await session.wire.rows("restored_lock")
+    ended, last = (await session.wire.rows("restored", {"after": after, "limit": _PAGE, "leap": limits.FENCE_LEAP}))[0]
+    return ended, last

@@ -52,8 +52,13 @@ from onefold.store.postgres.transaction import (
 )
 from onefold.store.postgres.verbs.claim import Wanted
 from onefold.store.postgres.verbs.claimer import PostgresClaimer
+from onefold.store.postgres.verbs.extend import extend
+from onefold.store.postgres.verbs.find import attempts, count, find
 from onefold.store.postgres.verbs.journal import Recording
-from onefold.store.postgres.verbs.settle import Settlement, brings_more
+from onefold.store.postgres.verbs.put import put, put_contested, store_fresh
+from onefold.store.postgres.verbs.register import entries, registered
+from onefold.store.postgres.verbs.report import progress, report
+from onefold.store.postgres.verbs.settle import Settlement, brings_more, lock_for_settling, settle
 from onefold.store.postgres.wire import lost_commit as resolve
 from onefold.store.postgres.wire.connect import (
     BE_PATIENT,
@@ -260,7 +265,7 @@ class PostgresStore:
     async def _put_alone(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         async def work(wire: Wire, _: bool) -> list[Stored]:
             async with wire.transaction():
-                return await self._session(wire).put(envelopes, options)
+                return await put(self._session(wire), envelopes, options)
 
         return await self._pool.run(work) if envelopes else []
 
@@ -273,7 +278,7 @@ class PostgresStore:
         async def work(wire: Wire, _: bool) -> set[str]:
             if notification is not None:
                 wire.send_behind(notification)
-            return await self._session(wire).put_fresh(envelopes)
+            return await store_fresh(wire, self._session(wire).now, envelopes)
 
         taken = await self._use("put").run(work)
         if notification is None:
@@ -285,7 +290,7 @@ class PostgresStore:
 
         async def work(wire: Wire, _: bool) -> list[Stored]:
             async with wire.transaction():
-                return await self._session(wire).put_contested(envelopes)
+                return await put_contested(self._session(wire), envelopes)
 
         answers = await self._use("put").run(work)
         self._notifier.ring_elsewhere(queues_to_ring(envelopes))
@@ -338,10 +343,10 @@ class PostgresStore:
         if repeated:
             return await resolve.settle_again(wire, session, settlements)
         if not brings_more(settlements):
-            won = await session.settle(settlements)
+            won = await settle(session, settlements)
         else:
             async with wire.transaction():
-                won = await session.settle(settlements, [BE_PATIENT])
+                won = await settle(session, settlements, [BE_PATIENT])
         self._notifier.ring(session.woken)
         return won
 
@@ -353,9 +358,9 @@ class PostgresStore:
         if repeated:
             return [*await resolve.settle_again(wire, session, settlements)]
         async with wire.transaction():
-            locked = await session.lock_for_settling(settlements)
+            locked = await lock_for_settling(session, settlements)
             free = [one for one in settlements if one[0].id not in locked]
-            answers = iter(await session.settle(free, [BE_PATIENT]) if free else [])
+            answers = iter(await settle(session, free, [BE_PATIENT]) if free else [])
         self._notifier.ring(session.woken)
         return [None if lease.id in locked else next(answers) for lease, _ in settlements]
 
@@ -429,13 +434,13 @@ class PostgresStore:
     async def _extend_on(
         self, leases: Sequence[Fenced], lease: float, starting: bool, wire: Wire, _: bool
     ) -> list[bool | None]:
-        return await self._session(wire).extend(leases, lease, starting)
+        return await extend(self._session(wire), leases, lease, starting)
 
     async def report(self, reports: Sequence[tuple[Fenced, Said | None]]) -> list[bool]:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).report(reports))
+        return await self._use("spare").run(lambda wire, _: report(self._session(wire), reports))
 
     async def progress(self, ids: Sequence[str]) -> dict[str, Progress]:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).progress(ids))
+        return await self._use("spare").run(lambda wire, _: progress(self._session(wire), ids))
 
     async def wait(self, queues: Sequence[str], *, timeout: float) -> None:
         self._use("spare")
@@ -515,23 +520,27 @@ class PostgresStore:
 
     async def find(self, query: Query) -> list[Record]:
         self._use("spare")
-        return await self._pool.run(lambda wire, _: self._session(wire).find(query))
+        return await self._pool.run(lambda wire, _: find(self._session(wire), query))
 
     async def attempts(self, message_id: str) -> list[Attempt]:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).attempts(message_id))
+        return await self._use("spare").run(lambda wire, _: attempts(self._session(wire), message_id))
 
     async def registered(self, kind: str, name: str) -> Registered | None:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).registered(kind, name))
+        return await self._use("spare").run(lambda wire, _: registered(self._session(wire), kind, name))
 
     async def entries(self, kind: str) -> dict[str, Registered]:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).entries(kind))
+        return await self._use("spare").run(lambda wire, _: entries(self._session(wire), kind))
 
     async def now(self) -> int:
-        return await self._use("spare").run(lambda wire, _: self._session(wire).now())
+        async def ask(wire: Wire, _: bool) -> int:
+            now: int = (await wire.rows("now", {"now": self._session(wire).now}))[0][0]
+            return now
+
+        return await self._use("spare").run(ask)
 
     async def count(self) -> dict[str, Counts]:
         self._use("spare")
-        return await self._pool.run(lambda wire, _: self._session(wire).count())
+        return await self._pool.run(lambda wire, _: count(self._session(wire)))
 
 
 @contextmanager

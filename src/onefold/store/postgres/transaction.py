@@ -23,7 +23,11 @@ from onefold.store import KEEP, Act, Again, Done, Fenced, HandBack, Lease, Outco
 from onefold.store.journal_lines import Line
 from onefold.store.postgres.session import Session
 from onefold.store.postgres.verbs.claimer import NEAR_SECONDS
-from onefold.store.postgres.verbs.settle import Settlement, brings_more, sends_of
+from onefold.store.postgres.verbs.move import lock, move
+from onefold.store.postgres.verbs.purge import purge
+from onefold.store.postgres.verbs.put import put
+from onefold.store.postgres.verbs.register import register
+from onefold.store.postgres.verbs.settle import Settlement, brings_more, concluding, sends_of, settle
 from onefold.store.postgres.wire.connect import refuse_lost
 from onefold.store.postgres.wire.errors import has_ended, is_adrift, is_lost, is_stale, translated
 from onefold.store.postgres.wire.handler_wire import ENDED, HandlerWire, refuse_endings
@@ -93,7 +97,7 @@ class PostgresTransaction:
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions = KEEP) -> list[Stored]:
         with self._seam():
-            answers = await self.session.put(envelopes, options)
+            answers = await put(self.session, envelopes, options)
         self._put_at = self._put_at or _machine.steady()
         self.stored += [e.id for e, answer in zip(envelopes, answers, strict=True) if answer.id == e.id]
         self.queues |= queues_to_ring(envelopes)
@@ -101,7 +105,7 @@ class PostgresTransaction:
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         with self._seam():
-            won = await self.session.settle(settlements)
+            won = await settle(self.session, settlements)
         held = [settlement for settlement, is_held in zip(settlements, won, strict=True) if is_held]
         self.settled += held
         self.queues |= settled_queues(held) | self.session.woken
@@ -126,11 +130,11 @@ class PostgresTransaction:
 
     async def lock(self, ids: Sequence[str]) -> dict[str, State]:
         with self._seam():
-            return await self.session.lock(ids)
+            return await lock(self.session, ids)
 
     async def move(self, ids: Iterable[str], to: State, act: Act) -> list[str]:
         with self._seam():
-            moved = await self.session.move(ids, to, act)
+            moved = await move(self.session, ids, to, act)
         self.queues |= self.session.woken
         if to is State.SCHEDULED:
             self.queues |= set(moved.values())
@@ -140,11 +144,11 @@ class PostgresTransaction:
         self, kind: str, name: str, value: bytes | None, *, version: int, expires_at: int | None = None
     ) -> bool:
         with self._seam():
-            return await self.session.register(kind, name, value, version=version, expires_at=expires_at)
+            return await register(self.session, kind, name, value, version=version, expires_at=expires_at)
 
     async def purge(self, *, limit: int = limits.PURGE_BATCH) -> Purged:
         with self._seam():
-            return await self.session.purge(limit)
+            return await purge(self.session, limit)
 
 
 class OwnTransaction(PostgresTransaction):
@@ -168,7 +172,7 @@ class OwnTransaction(PostgresTransaction):
             await self.commit()
         else:
             self.settled += settlements
-            await self.commit(*self.session.concluding(lease, outcome))
+            await self.commit(*concluding(self.session, lease, outcome))
 
     async def _settle_all(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         for (lease, _), held in zip(settlements, await self.settle(settlements), strict=True):

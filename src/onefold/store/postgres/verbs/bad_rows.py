@@ -15,7 +15,8 @@ from psycopg import errors
 
 from onefold.clock import MICROSECONDS
 from onefold.store import Dead, damaged
-from onefold.store.postgres.verbs.claim import LINE_RETENTION, Claims, Wanted
+from onefold.store.postgres.session import LINE_RETENTION
+from onefold.store.postgres.verbs.claim import Claims, Wanted
 from onefold.store.postgres.wire.arrays import bigints, ids
 from onefold.store.postgres.wire.errors import is_about_rows
 from onefold.store.shared.rows import encode_failure

@@ -19,7 +19,6 @@ from onefold.store.shared.rows import MESSAGE_COLUMNS, lease_of
 #: As a limit on a count.
 _NO_LIMIT = 2**31 - 1
 _PRIORITY_STEP = round(limits.PRIORITY_STEP_SECONDS * MICROSECONDS)
-LINE_RETENTION = round(limits.LINE_RETENTION * MICROSECONDS)
 #: Columns of a claimed row: its rank where it waited at no gate, the last two at gates.
 #: The last row of a claim says in four others what else it saw.
 _ID, _QUEUE, _DUE_AT = 0, MESSAGE_COLUMNS.index("queue"), len(MESSAGE_COLUMNS)

@@ -1,4 +1,4 @@
-"""Storing messages, and what happens when a key is already there.
+"""Put: messages are stored, or what already has their keys is reported.
 
 The common message costs one statement.
 One whose key is taken, or which has a deduplication key, is judged with the rows of its keys locked: in rounds of
@@ -7,19 +7,20 @@ lock, read, decide and take, because a key that is not there yet cannot be locke
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from onefold import limits
-from onefold.clock import MICROSECONDS, Clock
-from onefold.errors import StoreUnavailableError
+from onefold.clock import MICROSECONDS
+from onefold.errors import KeyReuseError, StoreUnavailableError
 from onefold.message.envelope import Envelope
-from onefold.store import PutOptions, State, Stored
+from onefold.store import Act, PutOptions, State, Stored
 from onefold.store.postgres.columns import columns_of, values_of
+from onefold.store.postgres.session import Session
+from onefold.store.postgres.verbs.move import move
 from onefold.store.postgres.wire.arrays import Column, blobs, flags, ids, numbers, texts
 from onefold.store.postgres.wire.wire import Speaker
 from onefold.store.shared import duplicates as keys
@@ -29,6 +30,9 @@ from onefold.store.shared.duplicates import Holder, Verdict, judge, judge_dedupl
 CHUNK = 1_000
 #: A round is lost to another transaction only if that one won, so this many in a row are not bad luck.
 _ROUNDS_MAX = 20
+
+#: What is recorded when a sender reopens a dead letter.
+_SENT_AGAIN = Act(actor="sender", reason="sent again with if_dead='redrive'")
 
 #: Scope, key and kind: what a key's row is found by.
 _Name = tuple[str, str, int]
@@ -66,19 +70,36 @@ async def store_fresh(wire: Speaker, now: int | None, envelopes: Sequence[Envelo
     return taken
 
 
-class Putter:
+async def put(session: Session, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
+    """Store messages inside one open transaction, and return what was found or made for each."""
+    return await _Putter(session).put(envelopes, options)
+
+
+async def put_contested(session: Session, envelopes: Sequence[Envelope]) -> list[Stored]:
+    """Store messages that could not be stored at first: a key was taken, or must be judged."""
+    answers = await _Putter(session).contest(list({e.id: e for e in envelopes}.values()), PutOptions())
+    return [answers[e.id] for e in envelopes]
+
+
+async def put_sends(session: Session, envelopes: Sequence[Envelope]) -> dict[str, str]:
+    """Put what handlers sent and return under which id each is kept; a key that clashes fails its handler."""
+    answers = await put(session, envelopes, PutOptions())
+    for e, stored in zip(envelopes, answers, strict=True):
+        if stored.clash:
+            raise KeyReuseError(e.message_type, e.idempotency_key, stored.id)
+    return {e.id: stored.id for e, stored in zip(envelopes, answers, strict=True)}
+
+
+class _Putter:
     """Puts on one connection, inside one open transaction."""
 
-    def __init__(self, wire: Speaker, clock: Clock | None, redrive: Callable[[str], Awaitable[bool]]) -> None:
-        self._wire = wire
-        self._clock = clock
-        self._redrive = redrive
-        #: Puts of one transaction judge keys in turn: none may judge a key that another has taken only for the moment.
-        self._turn = asyncio.Lock()
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._wire = session.wire
 
     @property
     def _now(self) -> int | None:
-        return None if self._clock is None else self._clock.now()
+        return self._session.now
 
     async def put(self, envelopes: Sequence[Envelope], options: PutOptions) -> list[Stored]:
         """Store messages and return what was found or made for each."""
@@ -98,7 +119,7 @@ class Putter:
     async def contest(self, waiting: Sequence[Envelope], options: PutOptions) -> dict[str, Stored]:
         """Store messages that have a key which is taken, or a deduplication key; return the answers by message."""
         answers: dict[str, Stored] = {}
-        async with self._turn:
+        async with self._session.judging:
             # A message waits for one before it, of which there are as many, or lost a key to another transaction.
             for _ in range(len(waiting) + _ROUNDS_MAX):
                 if not waiting:
@@ -156,7 +177,7 @@ class Putter:
         state = holder.state or State.SCHEDULED
         duplicate = verdict is Verdict.DUPLICATE
         if duplicate and options.if_dead == "redrive" and state is State.DEAD:
-            if await self._redrive(holder.message_id):
+            if await move(self._session, [holder.message_id], State.SCHEDULED, _SENT_AGAIN):
                 state = State.SCHEDULED
             else:
                 # Reopened or closed by another, or dead for too long.

@@ -1,4 +1,4 @@
-"""Settlements as columns: which statement ends which leases, and the messages and lines that leave with them."""
+"""Settle: claims end, each by its own fence, and the messages and lines that leave with them are written."""
 
 from __future__ import annotations
 
@@ -8,14 +8,104 @@ from typing import Any
 from onefold.clock import MICROSECONDS
 from onefold.message.envelope import Envelope
 from onefold.store import Again, Dead, Done, Fenced, HandBack, Lease, Outcome, Parked
-from onefold.store.postgres.verbs.journal import parking
+from onefold.store.postgres.session import LINE_RETENTION, Session
+from onefold.store.postgres.verbs.journal import lines_of, parking
+from onefold.store.postgres.verbs.put import put_sends
 from onefold.store.postgres.wire.arrays import Column, bigints, blobs, flags, ids, texts
+from onefold.store.postgres.wire.wire import Named
+from onefold.store.shared.journal import addressed, notes_of
 from onefold.store.shared.rows import encode_failure
 
 Settlement = tuple[Lease, Outcome]
 
 #: Outcomes that may leave messages.
 _SENDING = (Done, Dead, Parked)
+
+
+async def settle(session: Session, settlements: Sequence[Settlement], then: Sequence[Named] = ()) -> list[bool]:
+    """Settle, run ``then`` in the same round trip, and write what leaves with these settlements."""
+    if len(settlements) == 1 and isinstance(settlements[0][1], Done) and not is_numbered(settlements[0]):
+        one: Named = ("settle_one", _ending_one(session, settlements[0][0], settlements[0][1]))
+        won = [bool((await session.wire.rows_of_each([one, *then]))[0][0][0])]
+    else:
+        won = await _settle_many(session, settlements, then)
+    if brings_more(settlements):
+        await _bring_more(session, [one for one, is_held in zip(settlements, won, strict=True) if is_held])
+    return won
+
+
+async def lock_for_settling(session: Session, settlements: Sequence[Settlement]) -> set[str]:
+    """Lock the rows of these messages; return the ids of those that another transaction has locked."""
+    given = {"ids": ids([lease.id for lease, _ in settlements])}
+    return {id_ for (id_,) in await session.wire.rows("settle_locked", given)}
+
+
+async def _bring_more(session: Session, held: Sequence[Settlement]) -> None:
+    """Write what leaves with these settlements: messages, lines of their own journals, and lines for others."""
+    sends = sends_of(held)
+    kept = await put_sends(session, sends) if sends else {}
+    if own := lines_of(held):
+        await session.journals.write(own)
+    if notes := notes_of(held):
+        await session.journals.tell(addressed(notes, kept))
+
+
+def _passing(session: Session, ending: Sequence[Settlement]) -> Named:
+    """Return the statement that lets messages through that wait for these numbers."""
+    return "gate_passed", {**passing(ending), "now": session.now, "line_retention": LINE_RETENTION}
+
+
+def concluding(session: Session, lease: Lease, outcome: Done) -> list[Named]:
+    """Return what settles one success as the last thing in its transaction, or fails."""
+    last: list[Named] = [
+        ("settle_planned", {}),
+        ("settle_one", _ending_one(session, lease, outcome, strictly=True)),
+    ]
+    return [*last, _passing(session, [(lease, outcome)])] if is_numbered((lease, outcome)) else last
+
+
+def _ending_one(session: Session, lease: Lease, outcome: Done, *, strictly: bool = False) -> dict[str, Any]:
+    return {
+        "now": session.now,
+        "id": lease.id,
+        "fence": lease.fence,
+        "key_window": round(outcome.key_window * MICROSECONDS),
+        "body_window": round(outcome.body_retention * MICROSECONDS),
+        "result": outcome.result,
+        "strictly": strictly,
+    }
+
+
+async def _settle_many(session: Session, settlements: Sequence[Settlement], then: Sequence[Named]) -> list[bool]:
+    """Settle in one round trip; a message that is given twice, by two of its leases, takes two."""
+    won = [False] * len(settlements)
+    left = list(range(len(settlements)))
+    while left:
+        once = {settlements[place][0].envelope.id: place for place in reversed(left)}
+        those = [settlements[place] for place in sorted(once.values())]
+        lost = await _settle_once(session, those, then)
+        for place in once.values():
+            lease = settlements[place][0]
+            won[place] = not lost or (lease.envelope.id, lease.fence) not in lost
+        left = [] if len(once) == len(left) else sorted(set(left).difference(once.values()))
+    return won
+
+
+async def _settle_once(
+    session: Session, settlements: Sequence[Settlement], then: Sequence[Named]
+) -> set[tuple[Any, ...]]:
+    """Settle, each message once; return id and fence of those whose lease was stale."""
+    statements: list[Named] = [(name, {**given, "now": session.now}) for name, given in settling(settlements)]
+    if ending := [one for one in settlements if is_numbered(one)]:
+        statements.append(_passing(session, ending))
+    answers = await session.wire.rows_of_each([*statements, *then])
+    lost = {lost for rows in answers[: len(statements)] for lost in rows}
+    if any(fence < 0 for _, fence in lost):
+        session.woken |= {lease.envelope.queue for lease, _ in settlements if (lease.envelope.id, -1) in lost}
+    return lost
+
+
+# what is to be settled
 
 
 def sends_of(settlements: Iterable[Settlement]) -> list[Envelope]:

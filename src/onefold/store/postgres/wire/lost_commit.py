@@ -18,7 +18,7 @@ from onefold.store import Again, HandBack, Lease, Parked, State
 from onefold.store.journal_lines import Line
 from onefold.store.postgres.session import Session
 from onefold.store.postgres.transaction import OwnTransaction
-from onefold.store.postgres.verbs.settle import Settlement
+from onefold.store.postgres.verbs.settle import Settlement, settle
 from onefold.store.postgres.wire.arrays import ids
 from onefold.store.postgres.wire.connect import BE_PATIENT
 from onefold.store.postgres.wire.reconnect import PersistentWire
@@ -63,7 +63,7 @@ async def settle_again(wire: Wire, session: Session, settlements: Sequence[Settl
         await wire.rows(*BE_PATIENT)
         settled = await _settled(wire, settlements)
         open_ = [s for s, known in zip(settlements, settled, strict=True) if known is None]
-        now_won = iter(await session.settle(open_) if open_ else [])
+        now_won = iter(await settle(session, open_) if open_ else [])
         return [next(now_won) if known is None else known for known in settled]
 
 
