@@ -17,14 +17,27 @@ from onefold.testing.world.simulation import Kind, Simulation, main
 #: pytest-xdist distributes blocks over the cores.
 BLOCKS = 8
 SEEDS_PER_BLOCK = 250
+#: `make test-deep` goes on from there, to 20,000 seeds and more of every kind.
+DEEP_BLOCKS = 80
 OTHER_SEEDS = 50
 #: Larger worlds with rare events; a block of them is large enough to contain some.
 RUN_BLOCKS = 4
 RUN_SEEDS_PER_BLOCK = 32
+DEEP_RUN_BLOCKS = 32
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_seed_breaks_the_promise(block: int, record_property: Callable[[str, object], None]) -> None:
+    _run_worlds(block, record_property)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("block", range(BLOCKS, DEEP_BLOCKS))
+def test_no_seed_of_many_breaks_the_promise(block: int, record_property: Callable[[str, object], None]) -> None:
+    _run_worlds(block, record_property)
+
+
+def _run_worlds(block: int, record_property: Callable[[str, object], None]) -> None:
     record_property("simulated worlds", SEEDS_PER_BLOCK)
     with Simulation() as simulation:
         results = [simulation.run(seed) for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK)]
@@ -50,6 +63,16 @@ def test_no_seed_breaks_the_promise_on_the_interpreters_own_sqlite(
 @pytest.mark.parametrize("block", range(RUN_BLOCKS))
 def test_no_seed_breaks_a_run(block: int, record_property: Callable[[str, object], None]) -> None:
     """H1 to H8: each step takes effect once, no wake-up is lost, and a run's answers are those of its journal."""
+    _run_worlds_of_runs(block, record_property)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("block", range(RUN_BLOCKS, DEEP_RUN_BLOCKS))
+def test_no_seed_of_many_breaks_a_run(block: int, record_property: Callable[[str, object], None]) -> None:
+    _run_worlds_of_runs(block, record_property)
+
+
+def _run_worlds_of_runs(block: int, record_property: Callable[[str, object], None]) -> None:
     number = RUN_SEEDS_PER_BLOCK
     record_property("simulated worlds of workflows", number)
     with Simulation("runs") as simulation:
