@@ -9,9 +9,12 @@ from benchmarks.contender import Mode
 from benchmarks.engines import Engine, Postgres
 from benchmarks.place import Figures, Place, wait_for
 from benchmarks.processes import Agent
+from onefold import limits
 
 STATEMENTS = "S9 statements"
 RUNNING = 10_000
+#: As many at once as one process runs at most.
+_CONCURRENCY = limits.CONCURRENCY_MAX
 _SETTLE_SECONDS = 2.0
 _START_SECONDS_MAX = 20.0
 _BYTES_PER_MEGABYTE = 1_000_000
@@ -52,13 +55,14 @@ def _cpu_seconds(worker: Agent) -> float:
 
 
 async def memory(place: Place) -> Figures:
-    """Let one worker process run very many waiting handlers, and measure its memory."""
+    """Let a worker run very many waiting handlers, and measure the memory of its largest process."""
     async with place.sender(Mode.WAITING) as (sender, url):
         await sender.ask("fill", messages=RUNNING)
         board = Board(place.directory, 0, 0)
-        async with place.deployed(url, board, RUNNING, Mode.WAITING, "--concurrency", str(RUNNING)) as worker:
+        many = ("--processes", str(RUNNING // _CONCURRENCY), "--concurrency", str(_CONCURRENCY))
+        async with place.deployed(url, board, RUNNING, Mode.WAITING, *many) as worker:
             await wait_for(board, RUNNING, [worker], seconds=_START_SECONDS_MAX)
             board.check(RUNNING)
-            # The supervisor is a second, smaller process.
+            # The supervisor is one more, smaller process.
             most = max(process.memory_info().rss for process in worker.tree())
     return place.figure(most / _BYTES_PER_MEGABYTE)

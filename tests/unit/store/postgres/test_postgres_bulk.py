@@ -325,7 +325,7 @@ def test_a_session_lost_before_the_first_part_costs_nothing_but_time(postgres_ur
     run(scenario)
 
 
-def test_whoever_gives_up_in_the_middle_of_a_batch_leaves_nothing(postgres_url: str) -> None:
+def test_a_caller_that_gives_up_in_the_middle_of_a_batch_leaves_nothing(postgres_url: str) -> None:
     async def scenario() -> None:
         watch = _Watch()
         async with opened(postgres_url, trace=watch.see) as store:

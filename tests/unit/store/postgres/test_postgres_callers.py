@@ -175,7 +175,7 @@ def test_psycopgs_own_ways_of_building_statements_work(postgres_url: str, lent: 
     run(scenario)
 
 
-def test_a_copy_through_execute_is_refused_and_harms_nobody(postgres_url: str) -> None:
+def test_a_copy_through_execute_is_refused_and_harms_no_caller(postgres_url: str) -> None:
     """COPY TO STDOUT with a parameter is psycopg's error, and the connection serves the next caller."""
 
     async def scenario() -> None:
@@ -554,7 +554,7 @@ def test_a_caller_that_waits_is_served_although_the_one_before_it_gave_up(postgr
     run(scenario)
 
 
-def test_a_pool_that_is_closed_answers_whoever_waits(postgres_url: str) -> None:
+def test_a_pool_that_is_closed_answers_all_callers_that_wait(postgres_url: str) -> None:
     async def scenario() -> None:
         store = PostgresStore(postgres_url, pool_size=1)
         await store.migrate()

@@ -36,7 +36,7 @@ async def capped(store: PostgresStore, limit: int = 10) -> list[Lease]:
     return await store.claim(["default"], types=["charge"], limit=limit, lease=30, worker="w", gatings=CAPPED)
 
 
-def test_whoever_counts_and_takes_in_one_statement_breaks_the_cap(postgres_url: str) -> None:
+def test_a_claim_that_counts_and_takes_in_one_statement_breaks_the_cap(postgres_url: str) -> None:
     """The statement of the second claimer does not see what the first one has not committed yet."""
 
     async def scenario() -> None:
@@ -53,7 +53,7 @@ def test_whoever_counts_and_takes_in_one_statement_breaks_the_cap(postgres_url: 
         assert one.execute(RUNNING).fetchall() == [(CAP + 1,)]
 
 
-def test_who_lets_somebody_through_is_alone_with_the_gate(postgres_url: str) -> None:
+def test_a_claim_that_takes_at_a_gate_has_it_to_itself(postgres_url: str) -> None:
     """The same moment as above: the first claimer has taken the last place and not committed yet."""
 
     async def scenario() -> None:

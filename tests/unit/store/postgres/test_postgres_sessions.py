@@ -83,7 +83,7 @@ def test_a_database_or_role_that_does_not_exist_is_said_at_once(postgres_url: st
             asyncio.run(asyncio.wait_for(verb(), 5))
 
 
-def test_whoever_gives_up_while_a_transaction_begins_leaves_none_open(postgres_url: str) -> None:
+def test_a_caller_that_gives_up_while_a_transaction_begins_leaves_none_open(postgres_url: str) -> None:
     """What comes next on that connection would be answered, never committed, and lost with it."""
     impatient: asyncio.Task[object] | None = None
 

@@ -89,7 +89,7 @@ def test_looking_into_the_mailbox_and_then_parking_loses_a_wake_up(postgres_url:
     run(postgres_url, scenario)
 
 
-def test_parking_waits_for_whoever_is_telling_and_then_does_not_park(postgres_url: str) -> None:
+def test_parking_waits_for_a_record_by_another_and_then_does_not_park(postgres_url: str) -> None:
     """B22: the same moment, with the statements of the store."""
 
     async def scenario(store: PostgresStore, lease: Lease) -> None:
@@ -105,7 +105,7 @@ def test_parking_waits_for_whoever_is_telling_and_then_does_not_park(postgres_ur
     run(postgres_url, scenario)
 
 
-def test_telling_waits_for_whoever_is_parking_and_then_wakes(postgres_url: str) -> None:
+def test_a_record_waits_for_the_owner_that_is_parking_and_then_wakes(postgres_url: str) -> None:
     async def scenario(store: PostgresStore, lease: Lease) -> None:
         async with store.transaction() as parker:
             assert await parker.settle([(lease, Parked(None, lease.wake))]) == [True]
@@ -134,7 +134,7 @@ def test_telling_waits_for_a_redrive_and_then_tells_the_living(postgres_url: str
     run(postgres_url, scenario)
 
 
-def test_an_owner_records_only_while_nobody_takes_over(postgres_url: str) -> None:
+def test_an_owner_records_only_while_no_worker_takes_over(postgres_url: str) -> None:
     """A record locks its message until the commit: a later claim reads the lines that were recorded."""
 
     async def scenario(store: PostgresStore, lease: Lease) -> None:

@@ -184,7 +184,7 @@ def test_statements_of_one_transaction_may_be_under_way_together(postgres_url: s
 # callers that give up
 
 
-def test_whoever_is_cancelled_leaves_the_connection_in_order(postgres_url: str) -> None:
+def test_a_caller_that_is_cancelled_leaves_the_connection_in_order(postgres_url: str) -> None:
     async def scenario() -> None:
         async with opened(postgres_url, pool_size=1) as store:
             for number in range(5):
@@ -251,7 +251,7 @@ def test_a_pool_that_is_used_up_names_the_remedy(postgres_url: str) -> None:
     run(scenario)
 
 
-def test_whoever_waits_for_a_connection_gets_it_in_turn(postgres_url: str) -> None:
+def test_callers_that_wait_for_a_connection_get_it_in_turn(postgres_url: str) -> None:
     async def scenario() -> None:
         async with opened(postgres_url, pool_size=1) as store:
             order: list[int] = []

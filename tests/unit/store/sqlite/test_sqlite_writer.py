@@ -19,6 +19,7 @@ from onefold.store.sqlite import SQLiteStore
 from onefold.store.sqlite.connection import BUSY_SECONDS_MAX
 from onefold.store.sqlite.session import SQL
 from onefold.store.sqlite.store import TAKEOVER_GRACE_MICROS
+from onefold.store.sqlite.writer import writer
 from onefold.testing.contracts import Bench
 from onefold.testing.contracts.bench import DONE, LEASE
 from onefold.testing.contracts.transactions import one_turn
@@ -173,7 +174,7 @@ def test_transactions_at_once_share_a_commit_and_are_answered_after_it(play: Pla
     play(scenario)
 
 
-def test_nobody_is_answered_while_somebody_else_in_the_same_commit_goes_on(play: Play) -> None:
+def test_no_caller_is_answered_while_another_one_in_the_same_commit_goes_on(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         first, second = Open(made, 1), Open(made, 2)
         await first.write()
@@ -236,7 +237,7 @@ def test_a_transaction_that_fails_in_a_shared_commit_fails_alone(play: Play, sta
     play(scenario)
 
 
-def test_a_commit_that_fails_fails_everybody_who_shares_it_and_keeps_nothing(tmp_path: Path) -> None:
+def test_a_commit_that_fails_fails_all_callers_that_share_it_and_keeps_nothing(tmp_path: Path) -> None:
     """Fault 14: all of it or nothing; the next try works on a new connection."""
 
     async def main() -> None:
@@ -342,7 +343,7 @@ def test_what_is_written_is_written_on_the_event_loop_unless_it_is_very_much(pla
         await made.put("a")
         await made.store.put([made.message() for _ in range(1_000)])
         await made.claim(limit=1_000)
-        assert made.tracer.said_there == {"COMMIT"}
+        assert made.tracer.said_there <= {"COMMIT"}
         children = tuple(made.message() for _ in range(1_000))
         for large in (
             made.store.put([made.message() for _ in range(1_001)]),
@@ -353,6 +354,33 @@ def test_what_is_written_is_written_on_the_event_loop_unless_it_is_very_much(pla
             made.tracer.clear()
             await large
             assert len(made.tracer.said_there) > 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("quick_micros", "where"), [(10_000_000, set()), (0, {"COMMIT"})])
+def test_a_task_that_writes_alone_commits_on_the_event_loop_if_the_disk_is_quick(
+    play: Play, monkeypatch: pytest.MonkeyPatch, quick_micros: int, where: set[str]
+) -> None:
+    """Others run between its writes; with another writer beside it, commits are made in the thread, and shared."""
+    monkeypatch.setattr(writer, "_QUICK_MICROS", quick_micros)
+
+    async def scenario(made: Stage) -> None:
+        for _ in range(2):
+            await made.put()
+        made.tracer.clear()
+        for _ in range(5):
+            await made.put()
+        assert (made.tracer.said_there, made.tracer.commits) == (where, 5)
+
+        async def write() -> None:
+            for _ in range(5):
+                await made.put()
+
+        made.tracer.clear()
+        await asyncio.gather(write(), write(), write())
+        assert made.tracer.said_there == {"COMMIT"}
+        assert made.tracer.commits <= 10
 
     play(scenario)
 
@@ -443,7 +471,7 @@ def test_puts_at_once_share_a_commit_also_after_lone_ones(play: Play) -> None:
     play(scenario)
 
 
-def test_many_who_write_again_and_again_share_every_commit(play: Play) -> None:
+def test_many_tasks_that_write_again_and_again_share_every_commit(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         async def write(name: int) -> None:
             for number in range(10):
@@ -458,7 +486,7 @@ def test_many_who_write_again_and_again_share_every_commit(play: Play) -> None:
     play(scenario)
 
 
-def test_somebody_who_writes_alone_is_told_of_duplicates_like_everybody(play: Play) -> None:
+def test_a_task_that_writes_alone_is_told_of_duplicates(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         firsts = [await made.put(f"key {number}") for number in range(12)]
         seconds = [await made.put(f"key {number}") for number in range(12)]
@@ -497,12 +525,12 @@ def test_the_lock_of_another_process_is_never_waited_for_on_the_event_loop(play:
         other.execute("ROLLBACK")
         other.close()
         assert not (await writing).duplicate
-        assert made.tracer.said_there == {"COMMIT"}
+        assert made.tracer.said_there <= {"COMMIT"}
 
     play(scenario)
 
 
-def test_somebody_who_only_writes_lets_the_others_have_their_turn(play: Play) -> None:
+def test_a_task_that_only_writes_lets_the_others_have_their_turn(play: Play) -> None:
     async def scenario(made: Stage) -> None:
         ticks = 0
 
@@ -517,7 +545,7 @@ def test_somebody_who_only_writes_lets_the_others_have_their_turn(play: Play) ->
             await made.put()
         ticking.cancel()
         assert ticks >= 6
-        assert made.tracer.said_there == {"COMMIT"}
+        assert made.tracer.said_there <= {"COMMIT"}
 
     play(scenario)
 

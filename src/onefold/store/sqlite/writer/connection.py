@@ -51,6 +51,8 @@ class Write:
     future: asyncio.Future[Any]
     #: Whether its answer must not wait for a handler that blocks the event loop.
     urgent: bool = False
+    #: Whether the task that wrote before it wrote it too.
+    is_next: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +112,8 @@ class WriterConnection:
         self.patience = Patience(allowed=True)
         #: The call that runs, known by its part and by itself.
         self.running = Running(lambda: self.session.connection.interrupt())
+        #: How long the last commit took; 0 as long as it is not known, or where commits wait for readers.
+        self.commit_micros = 0
         #: Whether something failed after which the connection is not to be trusted.
         self.broken = False
 
@@ -192,9 +196,11 @@ class WriterConnection:
     def commit(self, *, patient: bool) -> None:
         """Make durable what was kept; when that fails, every caller with a part in it is told, and nothing stays."""
         self.patience.allowed = patient
+        began_at = _machine.steady()
         try:
             self.session.connection.commit()
             self.is_open = False
+            self.commit_micros = 0 if self.waits_for_readers else max(1, _machine.steady() - began_at)
             if self._files is not None:
                 # A commit that went into a file without a name, or with another library's log beside it, is none.
                 self._files.check()

@@ -8,6 +8,8 @@ Where it runs, decided once: statements of ours on the event loop, commits and t
 While the loop runs our statements it runs no handler, so a handler that holds the interpreter cannot hold the write
 lock as well; and a commit, which waits for the disk, blocks nothing: SQLite syncs and lets go of the lock in one call
 that needs no interpreter.
+One commit is made on the loop: that of a caller that writes alone, one message after the other, on a quick disk.  To
+hand it to the thread and back would take as long as the disk does.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ _TOGETHER_MICROS = 10_000
 #: The event loop waits so long for the commit of a claim: if it went on at once, the next handler could block it, and
 #: each look for a dead worker's messages would take as long as a handler.  A slow disk does not stop it for longer.
 _URGENT_SECONDS = 0.002
+#: A disk is quick if the last commit took no longer than this: as long as it takes to hand one to the thread and back.
+_QUICK_MICROS = 300
 #: So long after a write the log is looked at: one that grew too long, in a large transaction or beside a long read,
 #: is made empty.
 _SHORTEN_LOG_SECONDS = 1.0
@@ -77,7 +81,10 @@ class Writer:
         self._rows = 0
         self._has_callers = False
         self._is_urgent = False
+        #: Whether it is one row, of the task that wrote before: writes of other tasks could share the next commit.
+        self._is_lone = False
         self._opened_at = 0
+        self._last_task: asyncio.Task[Any] | None = None
         #: Whether the connection is in use, in the thread or until a lock is looked for again.
         self._busy = False
         self._quiet: asyncio.Future[None] | None = None
@@ -134,6 +141,8 @@ class Writer:
     def _add(self, write: Write) -> asyncio.Future[Any]:
         if self.closed:
             raise closed()
+        task = asyncio.current_task()
+        write.is_next, self._last_task = task is self._last_task, task
         self._waiting.append(write)
         self._proceed()
         return write.future
@@ -163,7 +172,7 @@ class Writer:
     def _may_join(self, joining: Write | CallersTransaction) -> bool:
         """Whether this may go into the transaction that is open; into a new one it may always."""
         if not self._connection.is_open:
-            self._rows, self._has_callers, self._is_urgent = 0, False, False
+            self._rows, self._has_callers, self._is_urgent, self._is_lone = 0, False, False, False
             self._opened_at = self._clock.steady()
             return True
         if not self._connection.sees_dangling and (self._has_callers or not isinstance(joining, Write)):
@@ -185,6 +194,7 @@ class Writer:
             together.append(following)
             rows += following.rows
             self._waiting.popleft()
+        self._is_lone = not self._rows and rows == 1 and write.is_next
         self._rows += rows
         self._is_urgent = self._is_urgent or write.urgent
         self._run(partial(self._connection.write, together), is_short=rows <= HERE_ROWS)
@@ -236,6 +246,11 @@ class Writer:
             self._tell()
             return
         self._busy = True
+        if self._is_lone and 0 < self._connection.commit_micros <= _QUICK_MICROS:
+            self._connection.commit(patient=False)
+            # Not at once: a caller that sends in a loop must let others run.
+            self._loop.call_soon(self._resume)
+            return
         # No handler runs here before the commit is under way, because it might hold the interpreter.
         commit = partial(self._connection.commit, patient=True)
         wait_seconds = _URGENT_SECONDS if self._is_urgent else 0.0
