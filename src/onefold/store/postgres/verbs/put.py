@@ -31,7 +31,7 @@ CHUNK = 1_000
 #: A round is lost to another transaction only if that one won, so this many in a row are not bad luck.
 _ROUNDS_MAX = 20
 
-#: What is recorded when a sender reopens a dead letter.
+#: The act that is recorded when a sender reopens a dead letter.
 _SENT_AGAIN = Act(actor="sender", reason="sent again with if_dead='redrive'")
 
 #: Scope, key and kind: what a key's row is found by.
