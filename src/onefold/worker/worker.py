@@ -21,7 +21,7 @@ from onefold.errors import StoreUnavailableError
 from onefold.events.subscriptions import keep_subscribed
 from onefold.handlers.lease import Held
 from onefold.schedules.ticker import Ticker
-from onefold.store import Lane, Lease
+from onefold.store import HandBack, Lane, Lease
 from onefold.store.gates import limited_names, name_of, soonest_token
 from onefold.worker.claimer import Claimer
 from onefold.worker.execution import Execution
@@ -111,10 +111,13 @@ class Worker:
     async def run(self) -> None:
         """Work until stopped, or until nothing is left to do.
 
-        When it returns, every message it held is settled or handed back, if the store was available.
+        When it returns, every message it held is settled or handed back, if the store was available.  When it is
+        cancelled or fails, messages that have not ended are handed back too: otherwise they would wait until their
+        leases run out.
         """
+        settler = asyncio.create_task(self._settler.run(), name="onefold-settler")
         others = [
-            asyncio.create_task(self._settler.run(), name="onefold-settler"),
+            settler,
             asyncio.create_task(self._renewer.run(), name="onefold-renewer"),
             asyncio.create_task(self._reporter.run(), name="onefold-reporter"),
         ]
@@ -136,6 +139,11 @@ class Worker:
             await cancel([claimer, stopping])
             others.append(asyncio.create_task(self._wind_down(), name="onefold-stopper"))
             await self._first_of(*others)
+        except BaseException:
+            await cancel([claimer, stopping])
+            await self._stop_runners()
+            await self._hand_back_rest(settler)
+            raise
         finally:
             await cancel([claimer, stopping])
             await self._stop_runners()
@@ -296,6 +304,18 @@ class Worker:
                 await self._reporter.look()
         except TimeoutError:
             logger.warning("stopped_unsettled messages=%d: the store did not answer in time", len(self._held))
+
+    async def _hand_back_rest(self, settler: asyncio.Task[None]) -> None:
+        """Hand back messages that have not begun, and wait until those of cancelled handlers are handed back."""
+        unstarted = [*self._runners.supply, *self._suspects]
+        self._runners.supply.clear()
+        self._suspects.clear()
+        for held in unstarted:
+            self._settler.add(held, HandBack())
+        quiet = asyncio.create_task(self._quiet(), name="onefold-quiet")
+        # The settler has ended if it failed, or if the event loop cancels all its tasks because it is about to close.
+        await asyncio.wait([quiet, settler], timeout=limits.STOP_STORE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        quiet.cancel()
 
     async def _stop_runners(self) -> None:
         """Cancel running handlers; their leases are marked first, so that the cancellation counts as the worker's."""

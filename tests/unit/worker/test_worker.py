@@ -367,6 +367,37 @@ def test_a_stop_while_a_claim_is_under_way_leaves_nothing_leased(store_url: str)
     run(store_url, declare, scenario)
 
 
+@pytest.mark.parametrize("outcome", ["waits", "ends at its cancellation"])
+def test_a_cancelled_worker_hands_back_its_messages(store_url: str, outcome: str) -> None:
+    """C30: after Ctrl-C in ``asyncio.run``, or ``task.cancel()``, no message waits for its lease to run out."""
+    started = asyncio.Event()
+
+    def declare(app: App) -> None:
+        @app.task
+        async def slow(number: int) -> int:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if outcome == "waits":
+                    raise
+            return number
+
+    async def scenario(app: App, clock: FakeClock) -> None:
+        slow = app.tasks["slow"]
+        await app.send_many(slow.call(number) for number in range(5))
+        working = asyncio.create_task(app.work(concurrency=2))
+        await started.wait()
+        await _turns()
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        counts = (await app.count())["default"]
+        assert (counts.leased, counts.scheduled) == (0, 5)
+
+    run(store_url, declare, scenario)
+
+
 def test_a_stop_hands_back_a_running_suspect_without_blaming_it(store_url: str) -> None:
     started = asyncio.Event()
 
