@@ -54,7 +54,6 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import SupportsFloat
 
 
 class OnefoldError(Exception):
@@ -365,7 +364,8 @@ def seconds(duration: timedelta | float, name: str = "a duration") -> float:
     Every duration that a user gives comes through here, so that one that no store or date can hold is refused at the
     call and not when the message is settled.
     """
-    if isinstance(duration, bool) or not isinstance(duration, SupportsFloat | timedelta):
+    # Not ``isinstance(duration)``: a check of a protocol took a third of a run's time.
+    if isinstance(duration, bool) or not (isinstance(duration, timedelta) or hasattr(duration, "__float__")):
         kind = type(duration).__name__
         raise ConfigurationError(
             f"{name} is a {kind}; write a number of seconds, or a timedelta such as timedelta(days=1)"
