@@ -166,8 +166,8 @@ class Run:
         """Go on after this time: a ``timedelta``, a number of seconds, or days, hours and minutes.  Holds no worker."""
         length = seconds(0 if duration is None else duration, "sleep")
         for unit, count, name in ((86_400, days, "days"), (3_600, hours, "hours"), (60, minutes, "minutes")):
-            length += unit * seconds(count, name)
-        seconds(length, "sleep")
+            if count:
+                length = seconds(length + unit * seconds(count, name), "sleep")
         return self._sleep(self._name("sleep"), length)
 
     async def _sleep(self, name: str, length: float) -> None:
