@@ -84,12 +84,15 @@ class GatePace:
         self._next_walk = steady + round(in_vain / SHARE_MAX) if in_vain > 0 else 0
 
     def settled(self, gates: Iterable[News]) -> None:
-        """Look at these gates with the next claim: a message there has ended or came back, or found no room."""
-        if self._next_walk:
-            self._settled.extend(gates)
-            if len(self._settled) > NEWS_MAX:
-                self._settled.clear()
-                self.walk_soon()
+        """Look at these gates with the next claim: a message there has ended or came back, or found no room.
+
+        They are remembered while walks are not rare, too: one that is under way may have passed them already.
+        """
+        self._settled.extend(gates)
+        if len(self._settled) > NEWS_MAX:
+            while len(self._settled) > NEWS_MAX:
+                self._settled.popleft()
+            self.walk_soon()
 
     def wait_for_token(self, gate: News, at: int) -> None:
         """Look at this gate when a token comes."""
