@@ -241,6 +241,7 @@ class Store(Protocol):
         lane: Lane = Lane.ANY,
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
+        thorough: bool = True,
     ) -> list[Lease]:
         """Take due messages, including those whose lease ran out: queues in the order given, the longest due first.
 
@@ -248,6 +249,8 @@ class Store(Protocol):
         never more at once than may run, counted from the leases that are alive; in a line only the first of those that
         have not ended.  Gates take turns, however many messages wait at one of them.
         Of those that take a place or a token from others, at most ``at_once`` are taken: so many can begin now.
+        Unless it is ``thorough``, a claim may pass over gates at which it has found nothing a moment ago and nothing
+        has become due since, so that messages without a gate do not wait for a walk past thousands of them.
         A run comes with its journal if that is short; where it has none although there may be one, ``steps`` reads it.
         Committed when it returns, so no lock is held while a handler runs.
         """

@@ -174,6 +174,7 @@ class FaultyStore:
         lane: Lane = Lane.ANY,
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
+        thorough: bool = True,
     ) -> list[Lease]:
         return await self.call(
             "claim",
@@ -186,6 +187,7 @@ class FaultyStore:
                 lane=lane,
                 gatings=gatings,
                 at_once=at_once,
+                thorough=thorough,
             ),
         )
 

@@ -131,6 +131,7 @@ class Claimer:
                 lane=self._settings.lane,
                 gatings=self._gatings,
                 at_once=at_once,
+                thorough=self._settings.until_idle,
             )
         )
         try:

@@ -159,19 +159,15 @@ SELECT {lease}, t.gate, 0 FROM {taken_messages}
 WITH {clock},
 picked AS MATERIALIZED (
     SELECT due.id
-    FROM unnest(%(queues)s::text[], %(gates)s::text[], %(tops)s::bigint[], %(counts)s::bigint[])
-        AS asked (queue, gate, top, number)
+    FROM clock CROSS JOIN unnest(%(queues)s::text[], %(gates)s::text[], %(counts)s::bigint[]) AS here (queue, gate, number)
     CROSS JOIN LATERAL (
-        SELECT id FROM pg_catalog.generate_series(0, asked.top) AS level
+        SELECT id FROM {kind}
         CROSS JOIN LATERAL (
-            SELECT id, due_at FROM onefold.delivery
-            WHERE queue = asked.queue AND delivery.gate = asked.gate AND delivery.gate IS NOT NULL AND place IS NULL
-                AND state <> {leased} AND priority = level AND {is_due}
-                AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
-            ORDER BY due_at LIMIT asked.number
+            SELECT id, due_at FROM onefold.delivery WHERE {of_kind}
+            ORDER BY due_at LIMIT here.number
             FOR UPDATE SKIP LOCKED
-        ) on_level
-        ORDER BY due_at - level * %(step)s::bigint LIMIT asked.number
+        ) of_kind
+        ORDER BY due_at - kind.priority * %(step)s::bigint LIMIT here.number
     ) due
     LIMIT %(limit)s
 ),

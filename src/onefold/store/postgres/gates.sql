@@ -19,6 +19,32 @@ state = {scheduled} AND due_at > now AND attempt > 0
 CASE WHEN place < 0 THEN false
         ELSE place - 1 > coalesce((SELECT g.last FROM onefold.gate g WHERE g.gate = head.gate), 0) END
 
+-- part: kind
+-- Which priorities and types the messages of a crowd `here` have, without reading the messages.
+LATERAL (
+    WITH RECURSIVE walk AS (
+        (SELECT delivery.priority, delivery.message_type FROM onefold.delivery
+        WHERE queue = here.queue AND delivery.gate = here.gate AND delivery.gate IS NOT NULL AND place IS NULL
+            AND state <> {leased}
+        ORDER BY priority, message_type LIMIT 1)
+        UNION ALL
+        SELECT next.* FROM walk CROSS JOIN LATERAL (
+            SELECT delivery.priority, delivery.message_type FROM onefold.delivery
+            WHERE queue = here.queue AND delivery.gate = here.gate AND delivery.gate IS NOT NULL AND place IS NULL
+                AND state <> {leased}
+                AND (delivery.priority, delivery.message_type) > (walk.priority, walk.message_type)
+            ORDER BY priority, message_type LIMIT 1
+        ) next
+    )
+    SELECT walk.priority, walk.message_type FROM walk WHERE walk.message_type = ANY (%(types)s::text[])
+) kind
+
+-- part: of_kind
+-- Messages of one kind in a crowd that may be taken.
+queue = here.queue AND delivery.gate = here.gate AND delivery.gate IS NOT NULL AND place IS NULL AND state <> {leased}
+        AND delivery.priority = kind.priority AND delivery.message_type = kind.message_type AND due_at <= now
+        AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
+
 -- name: lines_after
 -- The heads of the lines behind `after`.  The index has every line's head first, so this leaps from head to head.
 WITH RECURSIVE {clock},
@@ -69,18 +95,20 @@ CROSS JOIN LATERAL (
     ORDER BY place LIMIT 1
 ) head
 
--- name: crowds_after
--- The gates without an order behind `after` in each queue, the highest priority at each, and whether a message is ready.
+-- name: lines_at
+-- lines_after for these lines.
 WITH {clock}
-SELECT asked.queue, gate.gate, top.priority, EXISTS (
-    SELECT FROM pg_catalog.generate_series(0, top.priority) AS level
-    CROSS JOIN LATERAL (
-        SELECT FROM onefold.delivery
-        WHERE queue = asked.queue AND delivery.gate = gate.gate AND delivery.gate IS NOT NULL AND place IS NULL
-            AND state <> {leased} AND priority = level AND due_at <= now AND message_type = ANY (%(types)s::text[])
-            AND crashes BETWEEN %(crashes_least)s::int AND %(crashes_most)s::int
-        LIMIT 1
-    ) ready)
+SELECT gate, id::text, fence, {ready}, {backs_off}, {gap}, now - due_at
+FROM clock CROSS JOIN pg_catalog.unnest(%(gates)s::text[]) AS asked (line)
+CROSS JOIN LATERAL (
+    SELECT * FROM onefold.delivery WHERE delivery.gate = asked.line AND place IS NOT NULL ORDER BY place LIMIT 1
+) head
+
+-- name: crowds_after
+-- The gates without an order behind `after` in each queue, and whether a message is ready.
+WITH {clock}
+SELECT here.queue, here.gate, EXISTS (
+    SELECT FROM {kind} CROSS JOIN LATERAL (SELECT FROM onefold.delivery WHERE {of_kind} LIMIT 1) ready)
 FROM clock CROSS JOIN unnest(%(queues)s::text[], %(afters)s::text[]) AS asked (queue, after)
 CROSS JOIN LATERAL (
     WITH RECURSIVE walk AS (
@@ -96,34 +124,35 @@ CROSS JOIN LATERAL (
             ORDER BY delivery.gate LIMIT 1
         ) next
     )
-    SELECT walk.gate FROM walk LIMIT %(portion)s::bigint
-) gate
-CROSS JOIN LATERAL (
-    SELECT priority FROM onefold.delivery
-    WHERE queue = asked.queue AND delivery.gate = gate.gate AND delivery.gate IS NOT NULL AND place IS NULL
-        AND state <> {leased}
-    ORDER BY priority DESC LIMIT 1
-) top
+    SELECT asked.queue, walk.gate FROM walk LIMIT %(portion)s::bigint
+) here
 
--- name: crowds_due
--- The gates of the first `portion` messages that are due in each queue, and how many of those wait at each.  When they
--- are fewer than `portion`, no other gate of the queue has a message that is due.
+-- name: gates_due
+-- The gates of messages that became due since a time, in each queue, whether those wait in lines there, and how many they
+-- are.  The last row, without a gate, has the time.
 WITH {clock}
-SELECT asked.queue, due.gate, pg_catalog.max(due.priority), pg_catalog.count(*)
-FROM clock CROSS JOIN pg_catalog.unnest(%(queues)s::text[]) AS asked (queue)
-CROSS JOIN LATERAL (
-    SELECT delivery.gate, delivery.priority FROM onefold.delivery
-    WHERE delivery.queue = asked.queue AND state <> {leased} AND gate IS NOT NULL AND place IS NULL AND due_at <= now
-    ORDER BY due_at LIMIT %(portion)s::bigint
+SELECT due.queue, due.gate, due.is_line, pg_catalog.count(*), NULL FROM (
+    SELECT asked.queue, found.gate, found.is_line
+    FROM clock CROSS JOIN pg_catalog.unnest(%(queues)s::text[]) AS asked (queue)
+    CROSS JOIN pg_catalog.unnest(%(types)s::text[]) AS type (name)
+    CROSS JOIN LATERAL (
+        SELECT delivery.gate, place IS NOT NULL AS is_line FROM onefold.delivery
+        WHERE delivery.queue = asked.queue AND message_type = type.name AND state <> {leased} AND gate IS NOT NULL
+            AND due_at > %(since)s::bigint AND due_at <= now
+        ORDER BY due_at LIMIT %(portion)s::bigint
+    ) found
+    LIMIT %(portion)s::bigint
 ) due
-GROUP BY asked.queue, due.gate
+GROUP BY due.queue, due.gate, due.is_line
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, now FROM clock
 
 -- name: crowds_crashed
 -- The same for gates at which a message waits that a worker died with.
-SELECT queue, gate, pg_catalog.max(priority), true FROM onefold.delivery
+SELECT DISTINCT queue, gate, true FROM onefold.delivery
 WHERE crashes > 0 AND queue = ANY (%(queues)s::text[]) AND lease_until IS NULL AND gate IS NOT NULL AND place IS NULL
     AND due_at <= {now} AND message_type = ANY (%(types)s::text[])
-GROUP BY queue, gate LIMIT %(portion)s::bigint
+LIMIT %(portion)s::bigint
 
 -- name: gate_read
 -- gate_hold without its locks: a gate that is shut is not locked, so workers that wait there write nothing.

@@ -306,6 +306,7 @@ class PostgresStore:
             return []
         won = await (self._settle_rest(settlements) if self._answered else self._settles.add(settlements))
         settled = [one for one, held in zip(settlements, won, strict=True) if held]
+        self._claimer.gates.settled(lease for lease, _ in settled)
         self._notifier.ring(settled_queues(settled), back=came_back(settled))
         self._notifier.ring_here(opened_queues(settled))
         if None not in won:
@@ -407,9 +408,10 @@ class PostgresStore:
         lane: Lane = Lane.ANY,
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
+        thorough: bool = True,
     ) -> list[Lease]:
         call = _chance.getrandbits(_CALL_BITS)
-        wanted = Wanted(queues, types, limit, lease, worker, lane, call, gatings, at_once)
+        wanted = Wanted(queues, types, limit, lease, worker, lane, call, gatings, at_once, thorough)
         now = None if self._clock is None else self._clock.now()
         return await self._use("claim").run(self._claimer.call(wanted, now))
 

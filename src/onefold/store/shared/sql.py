@@ -41,20 +41,22 @@ def fill_in(text: str, names: Mapping[str, str]) -> str:
     return _IN_BRACES.sub(lambda found: names[found[1]], text)
 
 
-def load_statements(
-    package: str, file: str = "queries.sql", *, names: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the statements of one of a store's files by name, with their parts filled in."""
-    known = {**NAMES, **(names or {})}
+def load_statements(package: str, *file_names: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the statements of a store's files by name, with their parts filled in.
+
+    A file may use the parts of those before it.
+    """
+    known = {**NAMES, **names}
     statements: dict[str, str] = {}
-    pieces = _HEADING.split(files(package).joinpath(file).read_text())[1:]
-    for heading, name, body in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-        lines = [line for line in body.strip().splitlines() if not line.lstrip().startswith("--")]
-        text = fill_in("\n".join(lines), known)
-        if heading == "part":
-            known[name] = text
-        else:
-            statements[name] = text
+    for file in file_names:
+        pieces = _HEADING.split(files(package).joinpath(file).read_text())[1:]
+        for heading, name, body in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            lines = [line for line in body.strip().splitlines() if not line.lstrip().startswith("--")]
+            text = fill_in("\n".join(lines), known)
+            if heading == "part":
+                known[name] = text
+            else:
+                statements[name] = text
     return statements
 
 

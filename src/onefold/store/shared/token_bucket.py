@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from onefold.clock import MICROSECONDS
@@ -21,6 +22,10 @@ class TokenBucket(NamedTuple):
         """Return it with the tokens that have come since; a clock that was set back brings none and takes none."""
         come = max(0, now - self.at) / (rate.token_seconds * MICROSECONDS)
         return TokenBucket(min(float(rate.saved), self.tokens + come), now)
+
+    def next_at(self, rate: Rate) -> int:
+        """When there is a whole token."""
+        return self.at + math.ceil(max(0.0, 1.0 - self.tokens) * rate.token_seconds * MICROSECONDS)
 
     def full_at(self, rate: Rate) -> int:
         """When it is as if it had never been used."""

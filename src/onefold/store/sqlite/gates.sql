@@ -45,7 +45,7 @@ FROM onefold_delivery INDEXED BY onefold_delivery_line
 WHERE gate = ?1 AND place IS NOT NULL ORDER BY place, seq LIMIT ?2
 
 -- name: crowds_after
--- Likewise, with the highest priority of the messages there.
+-- Likewise, for crowds.
 WITH RECURSIVE walk (gate) AS (
     SELECT (SELECT gate FROM onefold_delivery INDEXED BY onefold_delivery_crowd
         WHERE queue = ?1 AND state <> {leased} AND gate IS NOT NULL AND place IS NULL AND gate > ?2 ORDER BY gate LIMIT 1)
@@ -56,35 +56,53 @@ WITH RECURSIVE walk (gate) AS (
     FROM walk WHERE walk.gate IS NOT NULL
     LIMIT ?3
 )
-SELECT gate, (SELECT max(priority) FROM onefold_delivery INDEXED BY onefold_delivery_crowd
-    WHERE queue = ?1 AND state <> {leased} AND gate = walk.gate AND place IS NULL)
-FROM walk WHERE gate IS NOT NULL
+SELECT gate FROM walk WHERE gate IS NOT NULL
 
--- name: crowds_due
--- The gates of the first `?3` messages that are due, and how many of those wait at each.  When they are fewer than
--- `?3`, no other gate has a message that is due.
-SELECT gate, max(priority), count(*) FROM (
-    SELECT gate, priority FROM onefold_delivery INDEXED BY onefold_delivery_crowd_due
-    WHERE queue = ?1 AND state <> {leased} AND gate IS NOT NULL AND place IS NULL AND due_at <= ?2
-    ORDER BY due_at LIMIT ?3)
-GROUP BY gate ORDER BY gate
+-- name: gates_due
+-- The gates of messages that became due in a time, whether those wait in lines there, and how many they are.
+SELECT gate, is_line, count(*) FROM (
+    SELECT due.gate, due.place IS NOT NULL AS is_line
+    FROM json_each(?2) type
+    CROSS JOIN onefold_delivery due INDEXED BY onefold_delivery_gate_due
+    WHERE due.queue = ?1 AND due.state <> {leased} AND due.gate IS NOT NULL AND due.message_type = type.value
+        AND due.due_at > ?3 AND due.due_at <= ?4
+    LIMIT ?5)
+GROUP BY gate, is_line
 
 -- name: crowds_crashed
-SELECT gate, max(priority) FROM onefold_delivery INDEXED BY onefold_delivery_crashed
+SELECT DISTINCT gate FROM onefold_delivery INDEXED BY onefold_delivery_crashed
 WHERE crashes > 0 AND queue = ?1 AND state <> {leased} AND due_at <= ?2 AND gate IS NOT NULL AND place IS NULL
-GROUP BY gate LIMIT ?3
+LIMIT ?3
+
+-- name: crowd_kinds
+-- Which priorities and types the messages of a crowd have, without reading the messages.
+WITH RECURSIVE kind (priority, message_type) AS (
+    SELECT * FROM (SELECT priority, message_type FROM onefold_delivery INDEXED BY onefold_delivery_crowd
+        WHERE queue = ?1 AND state <> {leased} AND gate = ?2 AND place IS NULL
+        ORDER BY priority, message_type LIMIT 1)
+    UNION ALL
+    SELECT next.priority, next.message_type FROM kind CROSS JOIN onefold_delivery next ON next.seq = coalesce(
+        (SELECT seq FROM onefold_delivery INDEXED BY onefold_delivery_crowd
+            WHERE queue = ?1 AND state <> {leased} AND gate = ?2 AND place IS NULL AND priority = kind.priority
+                AND message_type > kind.message_type
+            ORDER BY message_type LIMIT 1),
+        (SELECT seq FROM onefold_delivery INDEXED BY onefold_delivery_crowd
+            WHERE queue = ?1 AND state <> {leased} AND gate = ?2 AND place IS NULL AND priority > kind.priority
+            ORDER BY priority, message_type LIMIT 1))
+)
+SELECT priority, message_type FROM kind
 
 -- name: crowd
-SELECT seq, due_at FROM onefold_delivery INDEXED BY onefold_delivery_crowd
-WHERE queue = ?1 AND state <> {leased} AND gate = ?6 AND place IS NULL AND priority = ?7 AND due_at <= ?2
-    AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?4
-ORDER BY due_at LIMIT ?5
+SELECT due_at, seq FROM onefold_delivery INDEXED BY onefold_delivery_crowd
+WHERE queue = ?1 AND state <> {leased} AND gate = ?2 AND place IS NULL AND priority = ?3 AND message_type = ?4
+    AND due_at <= ?5 AND crashes <= ?6
+ORDER BY due_at, seq LIMIT ?7
 
 -- name: crowd_crashed
-SELECT seq, due_at FROM onefold_delivery INDEXED BY onefold_delivery_crashed
-WHERE crashes > 0 AND queue = ?1 AND state <> {leased} AND gate = ?6 AND place IS NULL AND priority = ?7 AND due_at <= ?2
-    AND message_type IN (SELECT value FROM json_each(?3)) AND crashes <= ?4
-ORDER BY due_at LIMIT ?5
+SELECT due_at, seq, priority FROM onefold_delivery INDEXED BY onefold_delivery_crashed
+WHERE crashes > 0 AND queue = ?1 AND state <> {leased} AND gate = ?2 AND place IS NULL AND due_at <= ?3
+    AND message_type IN (SELECT value FROM json_each(?4))
+ORDER BY due_at, seq LIMIT ?5
 
 -- name: gate_running
 -- Counted anew each time: a counter would stay behind when a worker dies.

@@ -87,6 +87,7 @@ UPDATE onefold_delivery SET graced = 1, lease_until = ?2 WHERE state = {leased} 
 UPDATE onefold_delivery
 SET state = {scheduled}, crashes = crashes + started, lease_until = NULL, worker = NULL
 WHERE state = {leased} AND lease_until <= ?
+RETURNING queue, gate, place IS NOT NULL
 
 -- name: claim_run_out
 SELECT EXISTS (SELECT 1 FROM onefold_delivery WHERE state = {leased} AND lease_until <= ?1)

@@ -29,12 +29,7 @@ _NAMES = {
     "tries": str(TRIES),
     "first_place": str(FIRST_PLACE),
 }
-_FILES = ("queries.sql", "gates.sql", "steps.sql")
-SQL = {
-    name: statement
-    for file in _FILES
-    for name, statement in load_statements("onefold.store.sqlite", file, names=_NAMES).items()
-}
+SQL = load_statements("onefold.store.sqlite", "queries.sql", "gates.sql", "steps.sql", names=_NAMES)
 
 Item = TypeVar("Item")
 

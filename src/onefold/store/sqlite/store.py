@@ -64,10 +64,10 @@ from onefold.store.sqlite.second_library import FileHold, Files, hold
 from onefold.store.sqlite.session import Row, Session, as_json, rows_for
 from onefold.store.sqlite.thread import InlineRunner, Runner, ThreadRunner
 from onefold.store.sqlite.transaction import CallersTransaction, SQLiteTransaction, frees_places, may_bring_work
-from onefold.store.sqlite.verbs.claim import claim, claim_possible
+from onefold.store.sqlite.verbs.claim import claim, look
 from onefold.store.sqlite.verbs.extend import extend, extend_once
 from onefold.store.sqlite.verbs.find import attempts, count, find
-from onefold.store.sqlite.verbs.gates import Asked, Gates
+from onefold.store.sqlite.verbs.gates import Asked, Gates, Worth
 from onefold.store.sqlite.verbs.journal import JournalTable, record, record_by_owners
 from onefold.store.sqlite.verbs.put import put
 from onefold.store.sqlite.verbs.register import entries, registered
@@ -285,6 +285,7 @@ class SQLiteStore:
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
         self._refuse_misuse()
         won = await self._translate(self._writer.write_each(settle, settlements, rows=rows_in(settlements)))
+        self._gates.settled(lease for lease, _ in settlements)
         brings_work = may_bring_work(settlements)
         if brings_work or frees_places(settlements):
             self._wake.ring(elsewhere=brings_work)
@@ -311,18 +312,28 @@ class SQLiteStore:
         lane: Lane = Lane.ANY,
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
+        thorough: bool = True,
     ) -> list[Lease]:
-        asked = Asked(queues, frozenset(types), as_json(types), limit, lane, gatings, at_once)
-        # Looking first keeps idle workers away from the write lock.
-        if not self._found and not await self._read(lambda session: claim_possible(session, self._gates, asked)):
-            return []
+        asked = Asked(queues, frozenset(types), as_json(types), limit, lane, gatings, at_once, thorough)
+        while True:
+            worth: Mapping[str, Worth] = {}
+            looks = self._gates.are_used or not self._found
+            if looks:
+                # Looking first keeps idle workers, and walks past gates, away from the write lock.
+                for_all = not self._found
+                found = await self._read(lambda session: look(session, self._gates, asked, for_all=for_all))  # noqa: B023
+                if found is None:
+                    return []
+                worth = found
 
-        def take(session: Session) -> list[Lease]:
-            if self._grace_micros and extend_once(session, self._grace_micros):
-                self._graced_until = self._clock.steady() + self._grace_micros
-            return claim(session, self._gates, asked, lease=lease, worker=worker)
+            def take(session: Session, worth: Mapping[str, Worth] = worth) -> list[Lease]:
+                if self._grace_micros and extend_once(session, self._grace_micros):
+                    self._graced_until = self._clock.steady() + self._grace_micros
+                return claim(session, self._gates, asked, worth, lease=lease, worker=worker)
 
-        leases = await self._write(take, rows=limit, urgent=True)
+            leases = await self._write(take, rows=limit, urgent=True)
+            if leases or looks or not self._gates.are_used:
+                break
         while not leases and (left := self._graced_until - self._clock.steady()) > 0:
             # With nothing else to do, look again when the time of those owners is over, or when something comes.
             await self._wake.wait(left / MICROSECONDS)

@@ -85,6 +85,7 @@ class SimulatedStore(FaultyStore):
         lane: Lane = Lane.ANY,
         gatings: Mapping[str, Gating] = NO_GATINGS,
         at_once: int | None = None,
+        thorough: bool = True,
     ) -> list[Lease]:
         async def claim() -> list[Lease]:
             leases = await self._sqlite.claim(
@@ -96,6 +97,7 @@ class SimulatedStore(FaultyStore):
                 lane=lane,
                 gatings=gatings,
                 at_once=at_once,
+                thorough=thorough,
             )
             self._answer = {(one.id, one.fence) for one in leases}
             for one in leases:

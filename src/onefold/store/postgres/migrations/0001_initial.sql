@@ -80,11 +80,11 @@ CREATE TABLE onefold.delivery (
 CREATE INDEX delivery_due ON onefold.delivery (queue, priority, message_type, due_at)
     WHERE state <> {leased} AND gate IS NULL;
 -- Messages that wait at gates without an order; the gates themselves are found by leaping from one to the next.
-CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, due_at)
+CREATE INDEX delivery_crowd ON onefold.delivery (queue, gate, priority, message_type, due_at)
     WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
--- Gates that have due messages, where most have none.
-CREATE INDEX delivery_crowd_due ON onefold.delivery (queue, due_at) INCLUDE (gate, priority)
-    WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
+-- At which gates messages have become due since a claim last looked.
+CREATE INDEX delivery_gate_due ON onefold.delivery (queue, message_type, due_at) INCLUDE (gate, place)
+    WHERE state <> {leased} AND gate IS NOT NULL;
 -- Lines, each beginning with its head, whatever state that is in.
 CREATE INDEX delivery_line ON onefold.delivery (gate, place) WHERE place IS NOT NULL;
 -- Of a line one message runs at a time, whatever claims race for it.

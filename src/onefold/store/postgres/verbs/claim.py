@@ -40,6 +40,8 @@ class Wanted:
     call: int
     gatings: Mapping[str, Gating]
     at_once: int | None
+    #: Whether to walk through all gates even if that was in vain a moment ago.
+    thorough: bool = True
 
 
 class Claimed(NamedTuple):

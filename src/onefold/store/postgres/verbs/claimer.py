@@ -96,7 +96,7 @@ class PostgresClaimer:
         self._further = Period(_FURTHER_SECONDS)
         self._everywhere = Period(_EVERYWHERE_SECONDS)
         self._overdue = Overdue(exact=exact)
-        self._gatekeeper = Gates()
+        self.gates = Gates()
         #: Where the last look of a kind ended in each queue, on the server's clock.
         self._seen: dict[tuple[Lane, tuple[str, ...]], dict[str, int]] = {}
         #: Whether the last look saw messages in lines, and at gates without an order.
@@ -155,7 +155,7 @@ class PostgresClaimer:
     async def _claim_gated(self, leasing: Claims, wanted: Wanted, lines: bool, crowds: bool) -> list[Lease]:
         if wanted.limit == 0 or not (lines or crowds):
             return []
-        return await self._gatekeeper.claim(leasing, wanted, lines=lines, crowds=crowds)
+        return await self.gates.claim(leasing, wanted, lines=lines, crowds=crowds)
 
     async def _claim_open(self, leasing: Claims, wanted: Wanted) -> tuple[list[Lease], int]:
         """Claim what has no gate, or with a limit of nothing only look around; return also how many were released."""
@@ -168,6 +168,7 @@ class PostgresClaimer:
                 self._overdue.none_before(claimed.now)
             if released:
                 self.look_everywhere()
+                self.gates.walk_soon()
         if claimed.run_out or (claimed.full and not claimed.leases):
             # Nothing was taken yet, because leases are released first, or because other claims held what was due.
             claimed = await self._claim(leasing, wanted, None)

@@ -22,6 +22,7 @@ from onefold.store.gates import Gating, Rate, name_of
 from onefold.store.postgres.verbs.claim import CLAIMED_AT, GATE, ORDER, Claims, Wanted
 from onefold.store.postgres.wire.arrays import bigints, ids, numbers, texts
 from onefold.store.postgres.wire.wire import Row, Wire
+from onefold.store.shared.gate_pace import NEWS_MAX, GatePace, News, news_of
 from onefold.store.shared.rows import lease_of
 from onefold.store.shared.token_bucket import TokenBucket
 
@@ -44,9 +45,8 @@ class Waiting(NamedTuple):
     id: str = ""
     fence: int = 0
     gap: bool = False
-    #: Where there is no order: in which queue, up to which priority, and how many may be taken.
+    #: Where there is no order: in which queue, and how many may be taken.
     queue: str = ""
-    top: int = 0
     number: int = 1
 
 
@@ -79,6 +79,8 @@ class Gates:
 
     def __init__(self) -> None:
         self._cursors: dict[tuple[Lane, tuple[str, ...]], GateCursor] = {}
+        #: How often to walk, by lane, queues and the types that are asked for.
+        self._paces: dict[tuple[Lane, tuple[str, ...], tuple[str, ...]], GatePace] = {}
 
     async def claim(self, leasing: Claims, wanted: Wanted, *, lines: bool, crowds: bool) -> list[Lease]:
         """Take messages that may pass, no more than are wanted; of those with limits no more than can begin at once.
@@ -86,55 +88,103 @@ class Gates:
         ``lines`` and ``crowds`` say whether there may be messages at gates with an order and without.
         """
         key = (wanted.lane, tuple(sorted(wanted.queues)))
-        look = _Look(leasing, wanted, self._cursors.setdefault(key, GateCursor()))
-        return await look.claim(lines=lines, crowds=crowds)
+        pace = self._paces.setdefault((*key, tuple(wanted.types)), GatePace())
+        look = _Look(leasing, wanted, self._cursors.setdefault(key, GateCursor()), pace)
+        if pace.is_rare and not wanted.thorough:
+            await look.follow_news()
+        if wanted.thorough or wanted.lane is Lane.PROBATION or pace.is_walk_due(_machine.steady()):
+            await look.walk(lines=lines, crowds=crowds)
+        return look.leases
+
+    def settled(self, leases: Iterable[Lease]) -> None:
+        """Record where messages have ended or came back, so that the next one may pass."""
+        if news := news_of(leases):
+            for (_, queues, _), pace in self._paces.items():
+                pace.settled(one for one in news if one.queue in queues)
+
+    def walk_soon(self) -> None:
+        """Let the next claims walk: messages have come back that another process had claimed."""
+        for pace in self._paces.values():
+            pace.walk_soon()
 
 
 class _Look:
     """One claim."""
 
-    def __init__(self, leasing: Claims, wanted: Wanted, cursor: GateCursor) -> None:
+    def __init__(self, leasing: Claims, wanted: Wanted, cursor: GateCursor, pace: GatePace) -> None:
         self._wire = leasing.wire
         self._wanted = wanted
         self._asked = leasing.asking(wanted)
         self._cursor = cursor
+        self._pace = pace
         self._limit = wanted.limit
         #: Gates that are looked at together: for lines, each of which gives one, as many as are wanted if that is more.
         self._portion = max(limits.GATES_PER_CLAIM, wanted.limit)
         #: How many with limits may still begin.
         self._room = wanted.limit if wanted.at_once is None else min(wanted.limit, wanted.at_once)
-        self._leases: list[Lease] = []
+        self.leases: list[Lease] = []
         self._gatings: dict[str, Gating] = {}
-        #: Gates with messages that are due were asked for, which one look does once at most.
-        self._asked_for_due = False
-        #: Names of gates that are shut: their limits are reached.
+        #: Names of gates that are shut: their limits are reached; and the gates that are shut.
         self._shut: set[str] = set()
+        self._closed: set[str] = set()
         #: Where this look has got to.
         self._line, self._crowds = cursor.line, dict(cursor.crowds)
 
-    async def claim(self, *, lines: bool, crowds: bool) -> list[Lease]:
+    async def walk(self, *, lines: bool, crowds: bool) -> None:
+        """Go from gate to gate, from where the last walk has stopped."""
+        began_at, before = _machine.steady(), len(self.leases)
         self._cursor.lines_first = not self._cursor.lines_first
         walks = [walk for walk, there in ((self._walk_lines, lines), (self._walk_crowds, crowds)) if there]
         for walk in walks if self._cursor.lines_first else reversed(walks):
             await self._walk(walk)
-        return self._leases
+        if self._wanted.lane is not Lane.PROBATION:
+            self._pace.walked(began_at, _machine.steady(), taken=len(self.leases) - before)
+            self._follow(self.leases[before:])
+
+    async def follow_news(self) -> None:
+        """Take what may pass where something has changed since the last look."""
+        due, number, now = await self._due(self._pace.since(_machine.steady()), NEWS_MAX)
+        self._pace.looked(now, found=number)
+        news = list(dict.fromkeys([*self._pace.take_news(now), *due]))
+        try:
+            waiting = await self._waiting_at(news)
+            taken = set(await self._take(waiting))
+        except errors.UniqueViolation:
+            # As in a walk: the next claim looks at these gates again.
+            self._pace.settled(news)
+            return
+        self._follow(self.leases)
+        if min(self._limit, self._room) <= 0:
+            self._pace.settled(one for one in news if one.gate not in taken)
+        else:
+            # A head that may run and was not taken is locked by another transaction, unless its gate is shut.
+            locked = {one.gate for one in waiting if one.id} - taken - self._closed
+            self._pace.settled(one for one in news if one.is_line and one.gate in locked)
+
+    def _follow(self, leases: Sequence[Lease]) -> None:
+        """Look again where messages were taken without an order: more may wait there."""
+        self._pace.settled(dict.fromkeys(one for one in news_of(leases) if not one.is_line))
 
     async def _walk(self, portion: _Portion) -> None:
         """Look at portions until one was worth it and the next may not be; or until all were looked at."""
-        before = len(self._leases)
+        before, has_asked = len(self.leases), False
         for number in range(limits.GATE_PORTIONS_MAX):
             if self._limit == 0:
                 return
-            found = len(self._leases)
+            found = len(self.leases)
             try:
                 seen, more = await portion(first=number == 0)
+                few = seen >= self._portion and len(self.leases) - found < self._portion // 2
+                if not more or (few and len(self.leases) > before):
+                    return
+                # After a portion in vain, of gates that are shut or have nothing due, ask for those that have.
+                if few and not has_asked:
+                    has_asked = True
+                    if await self._take_all_due(portion) or not self._wanted.thorough:
+                        return
             except errors.UniqueViolation:
                 # A message that backed off was let through meanwhile, so the heads that were seen are out of date.
                 await self._give_way()
-                continue
-            few = seen >= self._portion and len(self._leases) - found < self._portion // 2
-            if not more or (few and len(self._leases) > before):
-                return
 
     # looking
 
@@ -144,10 +194,7 @@ class _Look:
         asked = {**self._asked, "after": after, "portion": self._portion}
         rows = await self._wire.rows("lines_crashed" if is_crashed else "lines_after", asked)
         seen = [row[0] for row in rows]
-        if behind := [row[0] for row in rows if row[4] and self._gating(row[0]).on_failure == "skip"]:
-            asked = {**self._asked, "gates": texts(behind), "portion": limits.PASSED_OVER_MAX + 1}
-            rows += await self._wire.rows("line_front", asked)
-        heads = [head for row in rows if row[3] and (head := self._head(row)) is not None]
+        heads = await self._heads(rows)
         taken = await self._take(heads)
         if is_crashed:
             return len(rows), False
@@ -167,6 +214,13 @@ class _Look:
         after = f"{name};" if name in self._shut else seen[-1]
         return _Step(after, after, full=False)
 
+    async def _heads(self, rows: list[Row]) -> list[Waiting]:
+        """Return the heads that may run; where they back off and may be passed over, those behind them."""
+        if behind := [row[0] for row in rows if row[4] and self._gating(row[0]).on_failure == "skip"]:
+            asked = {**self._asked, "gates": texts(behind), "portion": limits.PASSED_OVER_MAX + 1}
+            rows = rows + await self._wire.rows("line_front", asked)
+        return [head for row in rows if row[3] and (head := self._head(row)) is not None]
+
     def _head(self, row: Row) -> Waiting | None:
         gate, id_, fence, _, _, gap, waited = row
         gating = self._gating(gate)
@@ -180,13 +234,7 @@ class _Look:
         afters = [self._crowds.get(queue, "") for queue in queues]
         asked = {**self._asked, "afters": texts(afters), "portion": self._portion}
         rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
-        crowds = [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, ready in rows if ready]
-        # After a portion in vain, of gates that have nothing due or wanted, ask for those that have something due.
-        if not crowds and len(rows) >= self._portion and not self._asked_for_due:
-            self._asked_for_due = True
-            if (due := await self._all_due()) is not None:
-                await self._take_due(due)
-                return len(due), False
+        crowds = [Waiting(gate, self._gating(gate), queue=queue) for queue, gate, ready in rows if ready]
         taken = set(await self._take(crowds))
         if is_crashed:
             return len(rows), False
@@ -199,22 +247,39 @@ class _Look:
             full, more = full or step.full, more or bool(step.next)
         return len(rows), more and not full
 
-    async def _all_due(self) -> list[Waiting] | None:
-        """Return every gate with messages that are due, or None when so many are due that a walk finds some soon."""
-        rows = await self._wire.rows("crowds_due", {**self._asked, "portion": self._portion})
-        read = Counter[str]()
-        for queue, _, _, number in rows:
-            read[queue] += number
-        if any(number >= self._portion for number in read.values()):
-            return None
-        return [Waiting(gate, self._gating(gate), queue=queue, top=top) for queue, gate, top, _ in rows]
+    async def _due(self, since: int, most: int) -> tuple[list[News], int, int]:
+        """Return the gates of messages that became due since then, how many those are, and the time."""
+        rows = await self._wire.rows("gates_due", {**self._asked, "since": since, "portion": most})
+        now: int = rows.pop()[-1]
+        return [News(*row[:3]) for row in rows], sum(row[3] for row in rows), now
 
-    async def _take_due(self, due: Sequence[Waiting]) -> None:
-        """Take from these gates; in each queue those come first that stand behind the one served last."""
-        stops = self._cursor.crowds
-        in_turn = sorted(due, key=lambda one: (one.gate <= stops.get(one.queue, ""), one.gate))
-        taken = set(await self._take(in_turn))
-        stops.update({one.queue: one.gate for one in in_turn if one.gate in taken})
+    async def _waiting_at(self, news: Sequence[News]) -> list[Waiting]:
+        """Return what may be next at these gates."""
+        lines = [one.gate for one in news if one.is_line]
+        rows = await self._wire.rows("lines_at", {**self._asked, "gates": texts(lines)}) if lines else []
+        crowds = [Waiting(one.gate, self._gating(one.gate), queue=one.queue) for one in news if not one.is_line]
+        return [*await self._heads(rows), *crowds]
+
+    async def _take_all_due(self, portion: _Portion) -> bool:
+        """Take at all gates of a kind that have something due, if those are few; False when a walk finds some soon.
+
+        Those gates come first that stand behind the one where the last walk has stopped.
+        """
+        due, number, _ = await self._due(0, self._portion)
+        if number >= self._portion:
+            return False
+        is_line, stops = portion == self._walk_lines, self._cursor.crowds
+        last = {one: self._cursor.line if is_line else stops.get(one.queue, "") for one in due}
+        in_turn = sorted(
+            (one for one in due if one.is_line == is_line), key=lambda one: (one.gate <= last[one], one.gate)
+        )
+        taken = set(await self._take(await self._waiting_at(in_turn)))
+        served = [one for one in in_turn if one.gate in taken]
+        if is_line:
+            self._cursor.line = served[-1].gate if served else self._cursor.line
+        else:
+            stops.update({one.queue: one.gate for one in served})
+        return True
 
     def _gating(self, gate: str) -> Gating:
         name = name_of(gate)
@@ -226,7 +291,7 @@ class _Look:
 
     async def _take(self, waiting: Sequence[Waiting]) -> list[str]:
         """Take as many as may be taken; return their gates in the order in which they were seen."""
-        before = len(self._leases)
+        before = len(self.leases)
         named = {one.gating.name: one.gating.is_limited for one in waiting}
         limited = [one for one in waiting if named[one.gating.name]] if any(named.values()) else []
         await self._take_free([one for one in waiting if not named[one.gating.name]] if limited else waiting)
@@ -237,7 +302,7 @@ class _Look:
             else:
                 await self._take_limited(limited[:_HELD_MAX])
                 limited = limited[_HELD_MAX:]
-        gates = {lease.gate for lease in self._leases[before:]}
+        gates = {lease.gate for lease in self.leases[before:]}
         return [one.gate for one in waiting if one.gate in gates]
 
     async def _take_free(self, waiting: Sequence[Waiting]) -> None:
@@ -256,7 +321,12 @@ class _Look:
         places = Places(self._wanted.gatings, [one.gate for one in waiting])
         await places.look(self._wire, self._asked["now"])
         self._shut |= places.shut
-        return [one for one in waiting if places.is_open(one.gate)]
+        for one in waiting:
+            if not places.is_open(one.gate):
+                self._closed.add(one.gate)
+                if (at := places.token_at(one.gate)) is not None:
+                    self._pace.wait_for_token(News(one.queue, one.gate, bool(one.id)), at)
+        return [one for one in waiting if one.gate not in self._closed]
 
     async def _take_limited(self, waiting: Sequence[Waiting]) -> None:
         """Lock the gates' rows, count the running messages, take as many as there are places and tokens, and commit."""
@@ -287,7 +357,6 @@ class _Look:
             gates: dict[str, Any] = {
                 "queues": texts([one.queue for one in others]),
                 "gates": texts([one.gate for one in others]),
-                "tops": bigints([one.top for one in others]),
                 "counts": bigints([one.number for one in others]),
                 "limit": self._limit - len(heads),
             }
@@ -312,7 +381,7 @@ class _Look:
         return [lease for _, _, lease in turns]
 
     def _keep(self, leases: Sequence[Lease]) -> None:
-        self._leases += leases
+        self.leases += leases
         self._limit -= len(leases)
 
     async def _give_way(self) -> None:
@@ -402,6 +471,11 @@ class Places:
     def is_open(self, gate: str) -> bool:
         """Whether a message may pass this gate."""
         return all(self._free.get(key, 0) > 0 for key in self._keys(gate))
+
+    def token_at(self, gate: str) -> int | None:
+        """When the token comes that is missing at this gate, if one is."""
+        known = [self._buckets[key] for key in self._keys(gate) if key in self._buckets]
+        return max((bucket.next_at(rate) for rate, bucket in known if bucket.tokens < 1), default=None)
 
     def allot(self, waiting: Sequence[tuple[str, bool]], most: int) -> list[int]:
         """Say how many each may have, in turns; of a line, which is the second thing said of each, one."""

@@ -31,11 +31,7 @@ _SHARED = {
     **columns.NAMES,
 }
 
-SQL = {
-    name: text
-    for file in ("queries.sql", "claim.sql", "gates.sql", "steps.sql")
-    for name, text in load_statements("onefold.store.postgres", file, names=_SHARED).items()
-}
+SQL = load_statements("onefold.store.postgres", "queries.sql", "gates.sql", "claim.sql", "steps.sql", names=_SHARED)
 
 #: Whatever the server's default is: the rules for keys and fences are made for this level.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"

@@ -59,11 +59,11 @@ CREATE TABLE onefold_delivery (
 CREATE INDEX onefold_delivery_due ON onefold_delivery (queue, priority, message_type, due_at)
 WHERE state <> {leased} AND gate IS NULL;
 -- Messages at gates: in a crowd, or in a line.
-CREATE INDEX onefold_delivery_crowd ON onefold_delivery (queue, gate, priority, due_at)
+CREATE INDEX onefold_delivery_crowd ON onefold_delivery (queue, gate, priority, message_type, due_at)
 WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
--- Which gates have messages that are due, where most have none.
-CREATE INDEX onefold_delivery_crowd_due ON onefold_delivery (queue, due_at)
-WHERE state <> {leased} AND gate IS NOT NULL AND place IS NULL;
+-- At which gates messages have become due since a claim last looked.
+CREATE INDEX onefold_delivery_gate_due ON onefold_delivery (queue, message_type, due_at, gate, place)
+WHERE state <> {leased} AND gate IS NOT NULL;
 CREATE INDEX onefold_delivery_lined ON onefold_delivery (queue, gate) WHERE state <> {leased} AND place IS NOT NULL;
 -- The order of a line, and that only one of it runs, whatever a claim has read.
 CREATE INDEX onefold_delivery_line ON onefold_delivery (gate, place) WHERE place IS NOT NULL;

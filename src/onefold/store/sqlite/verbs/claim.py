@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
@@ -13,27 +14,59 @@ from onefold.store import Dead, Lane, Lease, damaged
 from onefold.store.shared.rows import encode_failure, read_envelope
 from onefold.store.sqlite.drivers import ERRORS, is_constraint
 from onefold.store.sqlite.session import Row, RowLease, Session, as_json
-from onefold.store.sqlite.verbs.gates import PRIORITY_STEP, Asked, Budget, Gates, Pick, in_turn, pass_on
+from onefold.store.sqlite.verbs.gates import PRIORITY_STEP, Asked, Budget, Gates, Pick, Worth, in_turn, pass_on
 from onefold.store.sqlite.verbs.journal import JournalTable
 
 logger = logging.getLogger("onefold")
 
+#: Chooses messages of one queue, and takes their places in the budget.
+Choose = Callable[[Session, Asked, str, int, Budget], Iterable[Pick]]
 
-def claim(session: Session, gates: Gates, asked: Asked, *, lease: float, worker: str) -> list[Lease]:
+
+def look(session: Session, gates: Gates, asked: Asked, *, for_all: bool) -> dict[str, Worth] | None:
+    """Find the gates of each queue at which messages may be taken; only a read.
+
+    With ``for_all`` look for other messages too, and for leases that have run out; None if a claim would find nothing.
+    """
+    now = session.clock.now()
+    gates.are_used = False
+    worth = {queue: gates.look(session, asked, queue, now) for queue in asked.queues}
+    if not for_all or any(worth.values()) or session.rows("claim_run_out", session.clock.steady())[0][0]:
+        return worth
+    budget = Budget(session, asked, now)
+    return worth if any(_plain(session, asked, queue, now, budget) for queue in asked.queues) else None
+
+
+def claim(
+    session: Session, gates: Gates, asked: Asked, worth: Mapping[str, Worth], *, lease: float, worker: str
+) -> list[Lease]:
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
-    session.run("claim_expired", steady)
+    expired = session.rows("claim_expired", steady)
     budget = Budget(session, asked, now)
     leases: list[RowLease] = []
     for queue in asked.queues:
         if budget.room <= 0:
             break
-        lined, crowded = session.rows("claim_kinds", queue)[0]
-        kinds = {_plain: True, gates.lines: lined, gates.crowds: crowded}
-        for choose in in_turn([choose for choose, is_there in kinds.items() if is_there], gates.turn):
+        if (found := worth.get(queue)) is None:
+            gates.are_used_in(session, queue)
+            found = Worth()
+        for where, gate, is_line in expired:
+            if where == queue and gate is not None:
+                found.add(gate, is_line=bool(is_line))
+        kinds: list[Choose] = [_plain]
+        if found.lines:
+            kinds.append(partial(gates.lines, portions=[list(found.lines)]))
+        if found.crowds:
+            kinds.append(partial(gates.crowds, portions=[list(found.crowds)]))
+        taken: set[str] = set()
+        for choose in in_turn(kinds, gates.turn):
             picks = list(choose(session, asked, queue, now, budget))
+            taken.update(pick.gate for pick in picks if pick.gate is not None)
             rows = session.rows("claim_rows", as_json([pick.seq for pick in picks])) if picks else []
             leases += [_lease_of(row, now, worker, pick) for row, pick in zip(rows, picks, strict=True)]
+        if found:
+            gates.served(asked, queue, found, taken)
         gates.turn += 1
     if leases:
         until = steady + round(lease * MICROSECONDS)
@@ -114,18 +147,3 @@ def _lease_of(row: Row, claimed_at: int, worker: str, pick: Pick) -> RowLease:
     envelope, damage = read_envelope(row)
     common = (envelope, fence + 1, attempt + 1, crashes, replays, claimed_at, worker, wake)
     return RowLease(*common, pick.gate, pick.gap, damage=damage, seq=seq)
-
-
-def claim_possible(session: Session, gates: Gates, asked: Asked) -> bool:
-    """Whether a claim might find something; only a read."""
-    now, steady = session.clock.now(), session.clock.steady()
-    if session.rows("claim_run_out", steady)[0][0]:
-        return True
-    budget = Budget(session, asked, now)
-    for queue in asked.queues:
-        lined, crowded = session.rows("claim_kinds", queue)[0]
-        kinds = {_plain: True, gates.lines: lined, gates.crowds: crowded}
-        chosen = (choose(session, asked, queue, now, budget) for choose, is_there in kinds.items() if is_there)
-        if any(True for picks in chosen for _ in picks):
-            return True
-    return False

@@ -1,22 +1,27 @@
 """Claim, at gates: which messages are let through, found without reading those that wait behind them.
 
 Gates of a queue are walked from where the last claim stopped, so each comes in its turn; a gate with many waiting costs
-no more than one with few.  Nothing is written here until the claim takes what was chosen, within one transaction.
+no more than one with few.
+The walk is on a connection for reading and returns the gates at which messages may be taken; the claim counts again at
+those, in the transaction in which it takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from onefold import limits
 from onefold.clock import MICROSECONDS
 from onefold.message.envelope import Envelope
-from onefold.store import Lane
+from onefold.store import Lane, Lease
 from onefold.store.gates import Gating, Rate, name_of
+from onefold.store.shared.gate_pace import NEWS_MAX, GatePace, News, news_of
 from onefold.store.shared.token_bucket import Head, TokenBucket, has_gap
-from onefold.store.sqlite.session import Row, Session, as_json
+from onefold.store.sqlite.session import Session, as_json
 
 #: Fewer gates at a time are not worth a statement.
 _PORTION_MIN = 16
@@ -42,6 +47,8 @@ class Asked:
     lane: Lane
     gatings: Mapping[str, Gating]
     at_once: int | None
+    #: Whether to walk through all gates even if that was in vain a moment ago.
+    thorough: bool = True
 
     @property
     def crashes_max(self) -> int:
@@ -73,6 +80,8 @@ class Budget:
         self.room = asked.limit
         #: The gate that took the last place in this walk.
         self.stopped_at: str | None = None
+        #: Gates that were seen to be shut.
+        self.shut: list[str] = []
 
     def left(self, gate: str) -> int:
         """How many may pass this gate now."""
@@ -80,6 +89,20 @@ class Budget:
         if gating is None:
             return self.room
         return min(self.room, self._at_once, self._left_of_name(gating), self._left_of_gate(gate, gating))
+
+    def is_open(self, gate: str) -> bool:
+        """Whether a message may pass this gate; one that is shut is noted."""
+        if self.left(gate) > 0:
+            return True
+        if self.room > 0:
+            self.shut.append(gate)
+        return False
+
+    def token_at(self, gate: str) -> int | None:
+        """When the token comes that is missing at this gate, if one is."""
+        known = [self._buckets[key] for key in (name_of(gate), gate) if key in self._buckets]
+        missing = [bucket.next_at(rate) for rate, bucket in known if bucket.tokens < 1]
+        return max(missing, default=None)
 
     def is_shut(self, name: str) -> bool:
         """Whether all gates of this name are shut."""
@@ -129,6 +152,23 @@ class Budget:
 
 
 @dataclass(slots=True)
+class Worth:
+    """The gates of one queue at which messages may be taken, in the order of their turns."""
+
+    lines: dict[str, None] = field(default_factory=dict)
+    crowds: dict[str, None] = field(default_factory=dict)
+    #: By kind: where the walk began that found them.
+    starts: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.lines or self.crowds)
+
+    def add(self, gate: str, *, is_line: bool) -> None:
+        """Add a gate at which a message has come back."""
+        (self.lines if is_line else self.crowds).setdefault(gate)
+
+
+@dataclass(slots=True)
 class Gates:
     """The gates of one store as its claims walk them."""
 
@@ -136,46 +176,114 @@ class Gates:
     stops: dict[tuple[str, str], str] = field(default_factory=dict)
     #: Which kind of messages the next claim looks at first.
     turn: int = 0
+    #: How often to walk, by lane, queue and the types that are asked for.
+    paces: dict[tuple[Lane, str, str], GatePace] = field(default_factory=dict)
+    #: Whether the last claim saw messages at gates.
+    are_used: bool = False
 
-    def lines(self, session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
+    def are_used_in(self, session: Session, queue: str) -> tuple[bool, bool]:
+        """Whether messages wait in lines and in crowds of a queue."""
+        lined, crowded = map(bool, session.rows("claim_kinds", queue)[0])
+        self.are_used = self.are_used or lined or crowded
+        return lined, crowded
+
+    def _pace(self, asked: Asked, queue: str) -> GatePace:
+        return self.paces.setdefault((asked.lane, queue, asked.known), GatePace())
+
+    def settled(self, leases: Iterable[Lease]) -> None:
+        """Record where messages have ended or came back, so that the next one may pass."""
+        if news := news_of(leases):
+            for (_, queue, _), pace in [*self.paces.items()]:
+                pace.settled(one for one in news if one.queue == queue)
+
+    # looking: on a connection for reading, so that no writer waits for it
+
+    def look(self, session: Session, asked: Asked, queue: str, now: int) -> Worth:
+        """Find gates at which messages may be taken; a walk in vain makes the next ones rare."""
+        worth = Worth()
+        lined, crowded = self.are_used_in(session, queue)
+        if not (lined or crowded):
+            return worth
+        pace = self._pace(asked, queue)
+        began_at = session.clock.steady()
+        walks = asked.thorough or asked.lane is Lane.PROBATION or pace.is_walk_due(began_at)
+        news = _news(session, asked, queue, now, pace) if pace.is_rare and not asked.thorough else []
+        taken = 0
+        for kind, is_line, is_there in (("lines", True, lined), ("crowds", False, crowded)):
+            if not is_there:
+                continue
+            # For each kind as much room as if it were the only one: the claim divides it.
+            budget = Budget(session, asked, now)
+            portions: Iterable[list[str]] = [[one.gate for one in news if one.is_line == is_line]]
+            if walks:
+                worth.starts[kind] = self.stops.get((queue, kind), "")
+                portions = itertools.chain(portions, self._walk(session, kind, asked, queue, now, budget))
+            choose = self.lines if is_line else self.crowds
+            for pick in choose(session, asked, queue, now, budget, portions):
+                worth.add(str(pick.gate), is_line=is_line)
+            taken += asked.limit - budget.room
+            for gate in budget.shut:
+                if (at := budget.token_at(gate)) is not None:
+                    pace.wait_for_token(News(queue, gate, is_line), at)
+        if walks and asked.lane is not Lane.PROBATION:
+            pace.walked(began_at, session.clock.steady(), taken=taken)
+        return worth
+
+    def served(self, asked: Asked, queue: str, worth: Worth, taken: Collection[str]) -> None:
+        """Record at which of these gates messages were taken: where there was no room, the next claim goes on."""
+        pace = self._pace(asked, queue)
+        for kind, gates in (("lines", worth.lines), ("crowds", worth.crowds)):
+            left = [gate for gate in gates if gate not in taken]
+            if left and (start := worth.starts.get(kind)) is not None:
+                passed = list(itertools.takewhile(lambda gate: gate in taken, gates))
+                self.stops[queue, kind] = passed[-1] if passed else start
+            # More may wait at a crowd; the next of a line may run when the one that was taken is settled.
+            pace.settled(News(queue, gate, kind == "lines") for gate in (left if kind == "lines" else gates))
+
+    # choosing
+
+    def lines(
+        self, session: Session, asked: Asked, queue: str, now: int, budget: Budget, portions: Iterable[list[str]]
+    ) -> Iterator[Pick]:
         """Choose the first of each line if it may run."""
-        for portion in self._walk(session, "lines", asked, queue, now, budget):
-            gates = as_json([gate for (gate,) in portion])
-            for gate, one_runs, last, *head in session.rows("line_heads", gates):
-                if one_runs or budget.left(gate) <= 0:
+        for portion in portions:
+            for gate, one_runs, last, *head in session.rows("line_heads", as_json(portion)):
+                if one_runs or not budget.is_open(gate):
                     continue
                 gating = asked.gatings.get(name_of(gate), _UNLIMITED)
                 if (pick := _turn(session, gate, Head(*head), gating, last, asked, now)) is not None:
                     budget.take(gate)
                     yield pick
 
-    def crowds(self, session: Session, asked: Asked, queue: str, now: int, budget: Budget) -> Iterator[Pick]:
+    def crowds(
+        self, session: Session, asked: Asked, queue: str, now: int, budget: Budget, portions: Iterable[list[str]]
+    ) -> Iterator[Pick]:
         """Choose from each gate in turn: first one of each, then the second ones."""
-        for portion in self._walk(session, "crowds", asked, queue, now, budget):
-            hungry: dict[str, int] = {gate: top for gate, top, *_ in portion}
-            had = dict.fromkeys(hungry, 0)
+        for portion in portions:
+            had = dict.fromkeys(portion, 0)
+            hungry = list(portion)
             while hungry and budget.room > 0:
                 share = -(-budget.room // len(hungry))
                 rows: dict[str, list[int]] = {}
-                for gate, top in hungry.items():
-                    if (more := min(share, budget.left(gate))) > 0:
-                        read = _reader(session, asked, queue, now, gate, top)
-                        rows[gate] = read(had[gate] + more)[had[gate] :]
+                for gate in hungry:
+                    if budget.is_open(gate):
+                        more = min(share, budget.left(gate))
+                        rows[gate] = _crowd(session, asked, queue, now, gate, had[gate] + more)[had[gate] :]
                 for turn in range(share):
                     for gate, waiting in rows.items():
                         if turn < len(waiting) and budget.left(gate) > 0:
                             budget.take(gate)
                             had[gate] += 1
                             yield Pick(waiting[turn], gate)
-                hungry = {gate: hungry[gate] for gate, waiting in rows.items() if len(waiting) >= share}
+                hungry = [gate for gate, waiting in rows.items() if len(waiting) >= share]
 
     def _walk(
         self, session: Session, kind: str, asked: Asked, queue: str, now: int, budget: Budget
-    ) -> Iterator[list[Row]]:
+    ) -> Iterator[list[str]]:
         """Go once around the gates, a portion at a time, until there is no room left."""
         if asked.lane is Lane.PROBATION:
             if crashed := session.rows(f"{kind}_crashed", queue, now, limits.GATES_PER_CLAIM):
-                yield crashed
+                yield [gate for (gate,) in crashed]
             return
         start = stop = self.stops.get((queue, kind), "")
         budget.stopped_at = None
@@ -184,19 +292,22 @@ class Gates:
         size = min(limits.GATES_PER_CLAIM, max(budget.room, _PORTION_MIN))
         for number in range(limits.GATE_PORTIONS_MAX):
             # After a portion in vain (nothing due there, or shut), ask for the gates that have something due.
-            in_vain = kind == "crowds" and number == 1 and budget.stopped_at is None
-            if in_vain and (due := _all_due(session, queue, now)) is not None:
-                yield [row for row in due if row[0] > start] + [row for row in due if row[0] <= start]
-                stop = budget.stopped_at or start
-                break
-            portion = session.rows(f"{kind}_after", queue, stop, size)
+            if number == 1 and budget.stopped_at is None:
+                due = _all_due(session, asked, queue, now, is_line=kind == "lines")
+                if due is not None:
+                    yield [gate for gate in due if gate > start] + [gate for gate in due if gate <= start]
+                    stop = budget.stopped_at or start
+                    break
+                if not asked.thorough:
+                    break
+            portion = [gate for (gate,) in session.rows(f"{kind}_after", queue, stop, size)]
             at_end = len(portion) < size
             if is_around:
-                portion = [row for row in portion if row[0] <= start]
+                portion = [gate for gate in portion if gate <= start]
                 at_end = at_end or len(portion) < size
             if portion:
                 yield portion
-                stop = portion[-1][0]
+                stop = portion[-1]
             if budget.room <= 0 or (at_end and (is_around or not start)):
                 # The next walk begins behind the gate that was served last, not where this one ended: when a place
                 # is free again, it is the next one's turn.
@@ -210,10 +321,19 @@ class Gates:
         self.stops[queue, kind] = stop
 
 
-def _all_due(session: Session, queue: str, now: int) -> list[Row] | None:
+def _news(session: Session, asked: Asked, queue: str, now: int, pace: GatePace) -> list[News]:
+    """Return the gates where something has changed since the last look."""
+    rows = session.rows("gates_due", queue, asked.known, pace.since(session.clock.steady()), now, NEWS_MAX)
+    pace.looked(now, found=sum(number for _, _, number in rows))
+    return list(dict.fromkeys([*pace.take_news(now), *(News(queue, gate, bool(is_line)) for gate, is_line, _ in rows)]))
+
+
+def _all_due(session: Session, asked: Asked, queue: str, now: int, *, is_line: bool) -> list[str] | None:
     """Return every gate with messages that are due, or None when so many are due that a walk finds some soon."""
-    gates = session.rows("crowds_due", queue, now, limits.GATES_PER_CLAIM)
-    return gates if sum(number for _, _, number in gates) < limits.GATES_PER_CLAIM else None
+    rows = session.rows("gates_due", queue, asked.known, -limits.INTEGER_MAX, now, limits.GATES_PER_CLAIM)
+    if sum(number for _, _, number in rows) >= limits.GATES_PER_CLAIM:
+        return None
+    return [gate for gate, lined, _ in rows if bool(lined) is is_line]
 
 
 def _turn(
@@ -233,30 +353,26 @@ def _turn(
     return None if gap is None else Pick(head.seq, gate, gap)
 
 
-def _reader(session: Session, asked: Asked, queue: str, now: int, gate: str, top: int) -> Callable[[int], list[int]]:
-    """Return a function that reads the first so many messages at a gate, the longest waiting first."""
-    statement = "crowd_crashed" if asked.lane is Lane.PROBATION else "crowd"
-
-    def read(number: int) -> list[int]:
-        given = (queue, now, asked.known, asked.crashes_max, number, gate)
-        levels = [(level, session.rows(statement, *given, level)) for level in range(top, -1, -1)]
-        return merged(levels, number)
-
-    return read
+def _crowd(session: Session, asked: Asked, queue: str, now: int, gate: str, number: int) -> list[int]:
+    """Return the first so many messages at a gate that may be taken, those first that have waited for longest."""
+    if asked.lane is Lane.PROBATION:
+        rows = session.rows("crowd_crashed", queue, gate, now, asked.known, number)
+        return [seq for _, seq, _ in sorted((due_at - level * PRIORITY_STEP, seq, 0) for due_at, seq, level in rows)]
+    lists = [
+        [
+            (due_at - level * PRIORITY_STEP, seq)
+            for due_at, seq in session.rows("crowd", queue, gate, level, kind, now, asked.crashes_max, number)
+        ]
+        for level, kind in session.rows("crowd_kinds", queue, gate)
+        if kind in asked.types
+    ]
+    return [seq for _, seq in itertools.islice(heapq.merge(*lists), number)]
 
 
 def in_turn(kinds: list[Item], turn: int) -> list[Item]:
     """Let each kind be the first in its turn, so that none is starved by the others."""
     first = turn % len(kinds)
     return [*kinds[first:], *kinds[:first]]
-
-
-def merged(levels: Sequence[tuple[int, Sequence[Row]]], number: int) -> list[int]:
-    """Merge rows of several priorities, each in the order of their due times, as if each step were time waited."""
-    if len(levels) == 1:
-        return [seq for seq, _ in levels[0][1]]
-    ranked = sorted((due_at - level * PRIORITY_STEP, seq) for level, rows in levels for seq, due_at in rows)
-    return [seq for _, seq in ranked[:number]]
 
 
 # what settling and operators do to gates
