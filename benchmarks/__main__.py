@@ -19,7 +19,7 @@ from benchmarks.loop import run
 from benchmarks.page import write
 from benchmarks.peers import PEERS
 from benchmarks.place import FULL, QUICK, Scale
-from benchmarks.plan import WORKLOADS, Workload
+from benchmarks.plan import WORKLOADS, Workload, chosen
 from benchmarks.report import show
 from benchmarks.results import Results
 from benchmarks.settings import describe
@@ -35,7 +35,7 @@ def main() -> None:
     scale: Scale = QUICK if options.quick else FULL
     if options.rounds:
         scale = replace(scale, rounds=options.rounds)
-    workloads = [workload for workload in WORKLOADS if workload.code in options.only]
+    workloads = chosen(options.only)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     peers = _install(console, _wanted_peers(options.peers, options.store, workloads))
     with ExitStack() as stack:
@@ -45,7 +45,8 @@ def main() -> None:
         suites = [Suite(engine, directory, scale, workloads, peers) for engine in engines]
         everything = _measure(console, suites)
         settings = describe(scale, engines, [name for name, reason in peers.items() if reason is None])
-    show(console, everything, workloads, settings)
+    pages = dict.fromkeys(workload.page for workload in workloads)
+    show(console, everything, workloads, list(dict.fromkeys(line for page in pages for line in settings[page])))
     if options.write:
         for path in write(everything, workloads, settings):
             console.print(f"written: {path}", style="dim")

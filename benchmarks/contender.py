@@ -42,6 +42,12 @@ class Mode(StrEnum):
     WAITING = "waiting"
     #: It ends its process for one message in some thousands.
     KILLER = "killer"
+    #: It does nothing, beside tasks whose messages are noise.
+    NOISY = "noisy"
+    #: The same, and its messages are shared out among very many queues.
+    QUEUES = "queues"
+    #: It is one of the tasks with the smallest possible messages.
+    SMALL = "small"
 
 
 class NotBuiltError(Exception):

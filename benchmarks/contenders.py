@@ -19,13 +19,20 @@ _WHERE = {
     (RAW, "sqlite"): "benchmarks.raw_sqlite:RawSQLite",
     (RAW, "postgres"): "benchmarks.raw_postgres:RawPostgres",
 }
+#: Modes for which onefold has an app with more tasks than one.
+_APPS = {
+    Mode.NOISY: "benchmarks.noisy:Noisy",
+    Mode.QUEUES: "benchmarks.noisy:Noisy",
+    Mode.SMALL: "benchmarks.small:Small",
+}
 _NODE_AGENT = Path(__file__).parent / "peers" / "agent.mjs"
 
 
 def launch(store: str, name: str, mode: Mode, url: str) -> Launch:
     """Return the command that starts a contender, by its names."""
     if name not in PEERS:
-        return _python(sys.executable, _WHERE[name, store], mode, url)
+        where = _APPS.get(mode) if name == OURS else None
+        return _python(sys.executable, where or _WHERE[name, store], mode, url)
     peer = PEERS[name]
     if not peer.modules:
         return _python(str(environment.python_of(peer)), peer.where, mode, url)

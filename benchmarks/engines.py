@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,6 +20,11 @@ from onefold.testing.servers import PostgresServer
 _EFFECT = "CREATE TABLE effect (seq BIGINT NOT NULL PRIMARY KEY, note TEXT NOT NULL)"
 _SCHEME = "sqlite:///"
 _BUSY_MILLISECONDS = 30_000
+#: Where the index of SQLite's log has the number of commits, the size of a page, and the number of pages in the log;
+#: and how many bytes the log has for each page besides the page: https://sqlite.org/walformat.html
+_LOG_INDEX = struct.Struct("=8xI2xHI")
+FRAME_HEADER_BYTES = 24
+PAGE_BYTES = 4096
 
 
 def connect_sqlite(url: str) -> apsw.Connection:
@@ -34,6 +41,19 @@ def insert_effect(url: str) -> str:
     return f"INSERT INTO effect (seq, note) VALUES ({values})"
 
 
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """How many commits have written to the engine's log, and how many bytes are in it."""
+
+    commits: int
+    size: int
+
+    def since(self, before: LogPosition) -> tuple[int, int]:
+        """Return commits and bytes since an earlier position; SQLite's log begins anew once it was copied back."""
+        size = self.size - before.size
+        return self.commits - before.commits, size if size >= 0 else self.size
+
+
 class Engine(AbstractContextManager["Engine"], Protocol):
     """A source of empty databases."""
 
@@ -48,6 +68,12 @@ class Engine(AbstractContextManager["Engine"], Protocol):
     def calm(self, url: str) -> None:
         """Finish the engine's pending work after filling the database, so that the drain does not pay for it."""
         ...
+
+    def tidy(self, url: str) -> None:
+        """Leave the tables as a deployment has them after a while: cleaned, and with statistics."""
+        ...
+
+    def log_position(self, url: str) -> LogPosition: ...
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]: ...
 
@@ -87,6 +113,16 @@ class SQLite:
 
     def calm(self, url: str) -> None:
         self.execute(url, "PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def tidy(self, url: str) -> None:
+        """Empty the log; there is nothing to clean, and onefold keeps no statistics."""
+        self.calm(url)
+
+    def log_position(self, url: str) -> LogPosition:
+        """Read the log's index, which is a file beside the database."""
+        with Path(f"{url.removeprefix(_SCHEME)}-shm").open("rb") as index:
+            commits, page, frames = _LOG_INDEX.unpack(index.read(_LOG_INDEX.size))
+        return LogPosition(commits, frames * (page + FRAME_HEADER_BYTES))
 
     def drop(self, url: str) -> None:
         shutil.rmtree(Path(url.removeprefix(_SCHEME)).parent, ignore_errors=True)
@@ -139,6 +175,35 @@ class Postgres:
     def calm(self, url: str) -> None:
         self.execute(url, "ANALYZE")
         self.execute(url, "CHECKPOINT")
+
+    def tidy(self, url: str) -> None:
+        self.execute(url, "VACUUM ANALYZE")
+        self.execute(url, "CHECKPOINT")
+
+    def log_position(self, url: str) -> LogPosition:
+        """Ask the server, for all of its databases; the next transaction that writes gets the next number."""
+        commits, size = self.execute(
+            url,
+            "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint, "
+            "(pg_current_wal_insert_lsn() - '0/0')::bigint",
+        )[0]
+        return LogPosition(commits, size)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Keep checkpoints and automatic cleaning out of what the log is counted for."""
+        url = self._server.url()
+        # The first change of a page after a checkpoint writes all of it; the next checkpoint is minutes away.
+        self.execute(url, "CHECKPOINT")
+        self._set_cleaning(url, "off")
+        try:
+            yield
+        finally:
+            self._set_cleaning(url, "on")
+
+    def _set_cleaning(self, url: str, to: str) -> None:
+        self.execute(url, f"ALTER SYSTEM SET autovacuum = {to}")
+        self.execute(url, "SELECT pg_reload_conf()")
 
     def drop(self, url: str) -> None:
         self._server.drop_database(url.rpartition("/")[2])

@@ -18,7 +18,7 @@ from onefold.message.codec import fingerprint_of_call
 from onefold.store import Done, Parked
 from onefold.store.journal_lines import Line, LineKind
 
-_QUEUE = "default"
+QUEUE = "default"
 _CLAIM_LEASE = 60.0
 _PARKED_AT_ONCE = 1_000
 _LINED_AT_ONCE = 1_000
@@ -35,10 +35,17 @@ class Onefold:
         self._url = url
         self._mode = mode
 
+    def declare(self, count: Count | None) -> tuple[App, Task[Any, Any]]:
+        """Return the app, and the task that is sent; ``count`` is None in a sender, which runs no handler."""
+        return declare(self._url, self._mode, count)
+
     async def setup(self) -> None:
-        self._app, self._task = declare(self._url, self._mode, None)
+        self._app, self._task = self.declare(None)
         await self._app.migrate()
         await self._app.open()
+
+    async def close(self) -> None:
+        await self._app.close()
 
     async def enqueue_one(self, job: Job) -> None:
         await self._task.send(*job)
@@ -57,7 +64,7 @@ class Onefold:
         return sum(counts.scheduled + counts.leased for counts in (await self._app.count()).values())
 
     async def drain(self, tally: Tally, ready: Ready) -> None:
-        app, _ = declare(self._url, self._mode, tally.count)
+        app, _ = self.declare(tally.count)
         async with app:
             ready()
             await app.work()
@@ -70,7 +77,7 @@ class Onefold:
         for turn in range(number):
             await asyncio.sleep(max(0.0, begin + turn * every - time.perf_counter()))
             start = time.perf_counter()
-            leases = await store.claim([_QUEUE], types=types, limit=size, lease=_CLAIM_LEASE, worker="bench")
+            leases = await store.claim([QUEUE], types=types, limit=size, lease=_CLAIM_LEASE, worker="bench")
             taken.append((time.perf_counter() - start, len(leases)))
             await store.settle([(lease, Done(b"null")) for lease in leases])
         return taken
@@ -84,7 +91,7 @@ class Onefold:
         for start in range(first, first + messages, _PARKED_AT_ONCE):
             jobs = [make_job(seq) for seq in range(start, min(start + _PARKED_AT_ONCE, first + messages))]
             await self._app.send_many(self._task.call(*job, seconds) for job in jobs)
-            leases = await store.claim([_QUEUE], types=types, limit=len(jobs), lease=_CLAIM_LEASE, worker="bench")
+            leases = await store.claim([QUEUE], types=types, limit=len(jobs), lease=_CLAIM_LEASE, worker="bench")
             # Nothing is due before all are parked.
             await store.settle([(one, Parked(_LONG_SECONDS, one.wake, awaits, steps=(timer,))) for one in leases])
             parked += len(leases)
@@ -100,13 +107,13 @@ def declare(url: str, mode: Mode, count: Count | None) -> tuple[App, Task[Any, A
     """Declare the one task that is needed, so that claims ask for one type; a sender needs its signature only."""
     app = App(url)
     if mode is Mode.PARKED:
-        return app, app.workflow(key="{seq}")(_sleeper(count or _not_here))
+        return app, app.workflow(key="{seq}")(make_sleeper(count or not_here))
     if mode is Mode.WORKFLOW:
-        return app, app.workflow(key="{seq}")(_workflow(count or _not_here))
-    return app, app.task(key="{seq}")(_handler(mode, count or _not_here, insert_effect(url)))
+        return app, app.workflow(key="{seq}")(_workflow(count or not_here))
+    return app, app.task(key="{seq}")(_handler(mode, count or not_here, insert_effect(url)))
 
 
-def _not_here(seq: int, made_at: int) -> None:
+def not_here(seq: int, made_at: int) -> None:
     raise AssertionError("a sender runs no handler")
 
 
@@ -123,7 +130,7 @@ def _workflow(count: Count) -> Callable[..., Awaitable[int]]:
     return five
 
 
-def _sleeper(count: Count) -> Callable[..., Awaitable[None]]:
+def make_sleeper(count: Count) -> Callable[..., Awaitable[None]]:
     async def sleeper(run: Run, seq: int, t0: int, to: str, template: str, seconds: float | None) -> None:
         if seconds is None:
             await run.signal("go")

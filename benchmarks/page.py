@@ -1,13 +1,14 @@
-"""The record of a run: a page for readers, its picture, and the figures of every round."""
+"""The record of a run: pages for readers, a picture, and the figures of every round."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.plan import Workload
+from benchmarks import neighbours_page
+from benchmarks.plan import NEIGHBOURS, RESULTS, Workload, rows_of
 from benchmarks.plot import draw
 from benchmarks.processes import ROOT
 from benchmarks.report import lines
@@ -20,6 +21,7 @@ _HEAD = """\
 
 onefold beside the raw engines and its peers, taken on {date} in one run on one machine.
 `make bench` writes this page; `make bench-quick` takes a short look at the same and writes nothing.
+Latency beside very many other messages, and physical costs, are on [another page](neighbours.md).
 
 ![Messages per second](results.svg)
 
@@ -51,13 +53,19 @@ _LIMITS = """\
 """
 
 
-def write(everything: Sequence[Results], workloads: Sequence[Workload], settings: Sequence[str]) -> list[Path]:
-    """Write the page, its picture and the figures; return their paths."""
-    contents = {
-        "results.md": render(everything, workloads, settings),
-        "results.svg": draw(everything, workloads),
-        "results.json": json.dumps([_figures(results) for results in everything], indent=1) + "\n",
-    }
+def write(
+    everything: Sequence[Results], workloads: Sequence[Workload], settings: Mapping[str, Sequence[str]]
+) -> list[Path]:
+    """Write the pages of these workloads, with the settings of each, the picture and the figures; return the paths."""
+    contents: dict[str, str] = {}
+    pages = {page: [workload for workload in workloads if workload.page == page] for page in (RESULTS, NEIGHBOURS)}
+    if those := pages[RESULTS]:
+        contents["results.md"] = render(everything, those, settings[RESULTS])
+        contents["results.svg"] = draw(everything, those)
+        contents["results.json"] = _record(everything, those)
+    if those := pages[NEIGHBOURS]:
+        contents["neighbours.md"] = neighbours_page.render(everything, those, settings[NEIGHBOURS])
+        contents["neighbours.json"] = _record(everything, those)
     DIRECTORY.mkdir(exist_ok=True)
     for name, text in contents.items():
         (DIRECTORY / name).write_text(text)
@@ -80,12 +88,20 @@ def _table(results: Results, workloads: Sequence[Workload]) -> Iterator[str]:
     yield ""
 
 
-def _figures(results: Results) -> dict[str, object]:
+def _record(everything: Sequence[Results], workloads: Sequence[Workload]) -> str:
+    rows = {row.name for row in rows_of(workloads)}
+    return json.dumps([_figures(results, rows) for results in everything], indent=1) + "\n"
+
+
+def _figures(results: Results, rows: Collection[str]) -> dict[str, object]:
     return {
         "store": results.store,
         "figures": [
             {"row": row, "series": name, "rounds": [round(figure, 3) for figure in figures.values()]}
             for (row, name), figures in results.figures.items()
+            if row in rows
         ],
-        "reasons": [{"row": row, "series": name, "said": said} for (row, name), said in results.reasons.items()],
+        "reasons": [
+            {"row": row, "series": name, "said": said} for (row, name), said in results.reasons.items() if row in rows
+        ],
     }

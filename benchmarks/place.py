@@ -36,6 +36,13 @@ class Scale:
     foreign_seconds: float
     parked_runs: int
     sleeping_runs: int
+    #: Which part of the noise is made; how often plain messages are drained beside it, how many are sent one by one,
+    #: for how long others are sent, and for how long an idle worker is watched.
+    noise_share: float
+    neighbour_drains: int
+    neighbour_sends: int
+    neighbour_seconds: float
+    watch_seconds: float
 
 
 FULL = Scale(
@@ -48,6 +55,11 @@ FULL = Scale(
     foreign_seconds=300.0,
     parked_runs=10_000,
     sleeping_runs=100_000,
+    noise_share=1.0,
+    neighbour_drains=3,
+    neighbour_sends=30,
+    neighbour_seconds=2.0,
+    watch_seconds=6.0,
 )
 QUICK = Scale(
     rounds=1,
@@ -59,6 +71,11 @@ QUICK = Scale(
     foreign_seconds=20.0,
     parked_runs=2_000,
     sleeping_runs=5_000,
+    noise_share=1 / 20,
+    neighbour_drains=1,
+    neighbour_sends=10,
+    neighbour_seconds=1.0,
+    watch_seconds=3.0,
 )
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.contenders import OURS
-from benchmarks.plan import Row, Workload
+from benchmarks.plan import Row, Workload, rows_of
 from benchmarks.results import Comparison, Results
 
 _NONE = "–"
@@ -22,14 +22,14 @@ HEADINGS: Line = ("", "store", OURS, "beside", "", "ratio", "bar", "")
 
 def lines(everything: Sequence[Results], workloads: Sequence[Workload]) -> Iterator[Line]:
     """Yield the report's lines; the terminal and the page show the same ones."""
-    for row in (row for workload in workloads for row in workload.rows):
+    for row in rows_of(workloads):
         for results in everything:
             if results.series(row.name):
                 yield from _lines_of(row, results)
 
 
 def _lines_of(row: Row, results: Results) -> Iterator[Line]:
-    ours = _number(results.figure(row.name)) or _NONE
+    ours = number(results.figure(row.name)) or _NONE
     beginning = (f"{row.name.split()[0]} {row.title}, {row.unit}", results.store, ours)
     said = ""
     for comparison in results.compare(row.name):
@@ -42,15 +42,18 @@ def _cells(comparison: Comparison) -> tuple[str, str, str, str]:
     ratio = comparison.ratio
     return (
         comparison.against,
-        _number(comparison.figure),
+        number(comparison.figure),
         "" if ratio is None or comparison.figure is None else f"{ratio:.2f}",
         str(comparison.bar or ""),
     )
 
 
-def _number(figure: float | None) -> str:
+def number(figure: float | None) -> str:
+    """Return a figure as text, with at least two digits; nothing for one that is missing."""
     if figure is None:
         return ""
+    if 0 < figure < 0.1:
+        return f"{figure:.2g}"
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.2f}"
 
 

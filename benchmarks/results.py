@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.bars import ABSOLUTE, BARS, BEST, Bar, verdict
 from benchmarks.contenders import OURS
+from benchmarks.noise import ALONE
 from benchmarks.peers import PEERS
 from benchmarks.place import Figures
 
@@ -52,22 +53,31 @@ class Results:
     def figure(self, row: str, name: str = OURS) -> float | None:
         return _median(self.figures.get((row, name), {}))
 
+    def rounds(self, row: str) -> dict[int, float]:
+        """Return our figures of a row, by round."""
+        return self.figures.get((row, OURS), {})
+
     def series(self, row: str) -> list[str]:
         """Return the series that were to be measured in a row, with or without a figure, in the order of turns."""
         return list(dict.fromkeys(name for at, name in (*self.figures, *self.reasons) if at == row))
 
     def ratio(self, row: str, against: str) -> float | None:
         """Return the median of the rounds' ratios, which a slow minute does not distort."""
-        ours, others = self.figures.get((row, OURS), {}), self._others(row, against)
+        ours, others = self.rounds(row), self._others(row, against)
         return _median({number: ours[number] / others[number] for number in ours.keys() & others.keys()})
 
     def _others(self, row: str, against: str) -> dict[int, float]:
         if against == ABSOLUTE:
-            return dict.fromkeys(self.figures.get((row, OURS), {}), 1.0)
+            return dict.fromkeys(self.rounds(row), 1.0)
         if against == BEST:
             peers = [figures for (at, name), figures in self.figures.items() if at == row and name in PEERS]
             return {number: min(peer[number] for peer in peers if number in peer) for peer in peers for number in peer}
-        return self.figures.get((row, against)) or self.figures.get((against, OURS), {})
+        others = self.figures.get((row, against)) or self.figures.get((against, OURS), {})
+        if against.partition(" ")[0] == ALONE:
+            # Those were taken before, in the middle and after, not in the rounds of this row.
+            typical = _median(others)
+            return {} if typical is None else dict.fromkeys(self.rounds(row), typical)
+        return others
 
     def compare(self, row: str) -> list[Comparison]:
         """Compare our figure with every other of the row and with those that its bars name."""

@@ -6,7 +6,7 @@ import statistics
 
 import psycopg
 
-from benchmarks.history import keep_done_messages
+from benchmarks.filling import keep_done_messages
 from benchmarks.place import Figures, Place
 from benchmarks.processes import Agent
 

@@ -6,14 +6,19 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks import neighbours_page
 from benchmarks.bars import BARS, BEST, Bar, least, most, verdict
 from benchmarks.board import Board, Tally
 from benchmarks.contenders import OURS, RAW
+from benchmarks.engines import LogPosition
+from benchmarks.noise import ALONE
 from benchmarks.page import render
-from benchmarks.plan import WORKLOADS
+from benchmarks.place import QUICK
+from benchmarks.plan import NEIGHBOURS, RESULTS, WORKLOADS, chosen, rows_of
 from benchmarks.plot import draw
 from benchmarks.report import lines
 from benchmarks.results import Results
+from benchmarks.suite import Suite
 
 
 def results(store: str = "postgres", **figures: dict[str, list[float]]) -> Results:
@@ -33,6 +38,8 @@ def results(store: str = "postgres", **figures: dict[str, list[float]]) -> Resul
         (1.05, most(1.0), "tie (5%)"),
         (2.0, most(1.0), "missed by 100%"),
         (0.0, most(1.0), "reached"),
+        (0.0, most(0.0), "reached"),
+        (0.5, most(0.0), "missed"),
     ],
 )
 def test_a_verdict_says_by_how_much_a_bar_is_missed(ratio: float, bar: Bar, said: str) -> None:
@@ -104,7 +111,64 @@ def test_every_bar_is_about_something_that_is_measured() -> None:
         assert store in rows[row].contenders
         for bar in bars:
             own = not bar.against or bar.against in codes or " " in bar.against
+            if bar.against.partition(" ")[0] == ALONE:
+                assert bar.against in rows, (row, bar)
             assert own or bar.against in rows[row].contenders[store], (row, store, bar)
+
+
+def test_a_figure_beside_noise_is_compared_with_the_median_of_those_without() -> None:
+    measured = results(N1={OURS: [6]}, N1_drain={OURS: [60]})
+    for turn, (alone, rate) in enumerate([(4, 100), (10, 80), (3, 90)]):
+        measured.add({"N0": {OURS: [alone]}, "N0 drain": {OURS: [rate]}}, turn)
+    (latency,), (drain,) = measured.compare("N1"), measured.compare("N1 drain")
+    assert (latency.figure, latency.ratio, latency.said) == (4, 1.5, "reached")
+    assert (drain.figure, drain.ratio, drain.said) == (90, pytest.approx(2 / 3), "tie (5%)")
+
+
+def test_noise_is_never_measured_without_the_same_without_noise() -> None:
+    assert [workload.code for workload in chosen(["S1", "N9"])] == ["S1", "N0", "N0", "N9", "N0"]
+    assert [workload.code for workload in chosen(["S1", "C2"])] == ["S1", "C2"]
+
+
+def test_a_measure_that_is_taken_three_times_in_a_round_has_three_figures(tmp_path: Path) -> None:
+    class Engine:
+        name = "sqlite"
+
+    suite = Suite(Engine(), tmp_path, QUICK, chosen(["N1"]), {})  # type: ignore[arg-type]
+    assert [(turn, workload.code) for _, turn, workload, _ in suite.turns()] == [
+        (0, "N0"),
+        (0, "N1"),
+        (1, "N0"),
+        (2, "N0"),
+    ]
+    assert len([row for row in rows_of(suite.workloads) if row.name == "N0"]) == 1
+
+
+def test_the_page_of_neighbours_has_a_line_for_each_kind_of_noise_and_each_cost() -> None:
+    measured = results("sqlite", N1={OURS: [6]}, N13={OURS: [8]}, N13_due={OURS: [20]}, C1={OURS: [900], RAW: [300]})
+    for turn in range(3):
+        measured.add({"N0": {OURS: [4 + turn]}, "N0 rated": {OURS: [5]}}, turn)
+    measured.add({"C4": {OURS: [14_000]}})
+    measured.fail("N2", OURS, "failed: too slow")
+    page = neighbours_page.render([measured], [one for one in WORKLOADS if one.page == NEIGHBOURS], ["A machine."])
+    assert "| N0 | no noise, in the middle | 5.00 |" in page
+    assert "| N1 | due tomorrow | 6.00 | 1.20 |" in page
+    assert "| N13 | keys without a token (rated) | 20.00 | 5.00 | 4.00 |" in page
+    assert "due: missed by 167%" in page
+    assert "failed: too slow" in page
+    assert "| C1 | send one by one, bytes | 900 | 300 |" in page
+    assert "| C4 | small: send one by one, bytes | 14,000 |  | ≤ 15006 | reached |" in page
+    assert "- A machine." in page
+
+
+def test_every_workload_is_on_one_page() -> None:
+    assert {workload.page for workload in WORKLOADS} == {RESULTS, NEIGHBOURS}
+    assert {one.code[0] for one in WORKLOADS if one.page == NEIGHBOURS} == {"N", "C"}
+
+
+def test_the_bytes_of_a_log_that_began_anew_are_those_that_are_in_it() -> None:
+    assert LogPosition(7, 500).since(LogPosition(5, 200)) == (2, 300)
+    assert LogPosition(7, 100).since(LogPosition(5, 200)) == (2, 100)
 
 
 def test_page_and_picture_show_every_store_and_nothing_twice() -> None:
