@@ -28,13 +28,13 @@ def look(session: Session, gates: Gates, asked: Asked, *, for_all: bool) -> dict
 
     With ``for_all`` look for other messages too, and for leases that have run out; None if a claim would find nothing.
     """
-    now = session.clock.now()
-    gates.are_used = False
-    worth = {queue: gates.look(session, asked, queue, now) for queue in asked.queues}
+    now, kinds = session.clock.now(), gates.kinds(session, asked.queues)
+    worth = {queue: gates.look(session, asked, queue, now, those) for queue, those in kinds.items()}
     if not for_all or any(worth.values()) or session.rows("claim_run_out", session.clock.steady())[0][0]:
         return worth
     budget = Budget(session, asked, now)
-    return worth if any(_plain(session, asked, queue, now, budget) for queue in asked.queues) else None
+    plain = [queue for queue, those in kinds.items() if those.plain]
+    return worth if any(_plain(session, asked, queue, now, budget) for queue in plain) else None
 
 
 def claim(
@@ -43,24 +43,25 @@ def claim(
     """Take due messages, including those whose lease ran out: queues in the order given, the longest due first."""
     now, steady = session.clock.now(), session.clock.steady()
     expired = session.rows("claim_expired", steady)
+    kinds = gates.kinds(session, asked.queues)
     budget = Budget(session, asked, now)
     leases: list[RowLease] = []
     for queue in asked.queues:
         if budget.room <= 0:
             break
-        if (found := worth.get(queue)) is None:
-            gates.are_used_in(session, queue)
-            found = Worth()
+        if queue not in kinds:
+            continue
+        found = worth.get(queue) or Worth()
         for where, gate, is_line in expired:
             if where == queue and gate is not None:
                 found.add(gate, is_line=bool(is_line))
-        kinds: list[Choose] = [_plain]
+        ways: list[Choose] = [_plain]
         if found.lines:
-            kinds.append(partial(gates.lines, portions=[list(found.lines)]))
+            ways.append(partial(gates.lines, portions=[list(found.lines)]))
         if found.crowds:
-            kinds.append(partial(gates.crowds, portions=[list(found.crowds)]))
+            ways.append(partial(gates.crowds, portions=[list(found.crowds)]))
         taken: set[str] = set()
-        for choose in in_turn(kinds, gates.turn):
+        for choose in in_turn(ways, gates.turn):
             picks = list(choose(session, asked, queue, now, budget))
             taken.update(pick.gate for pick in picks if pick.gate is not None)
             rows = session.rows("claim_rows", as_json([pick.seq for pick in picks])) if picks else []

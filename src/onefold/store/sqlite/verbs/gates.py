@@ -67,6 +67,14 @@ class Pick(NamedTuple):
     gap: bool = False
 
 
+class Kinds(NamedTuple):
+    """Whether messages wait in a queue at no gate, in lines, and in crowds."""
+
+    plain: bool
+    lined: bool
+    crowded: bool
+
+
 class Budget:
     """How many a claim may still take: in all, of a name, of a gate.  Counted when first asked for."""
 
@@ -181,11 +189,11 @@ class Gates:
     #: Whether the last claim saw messages at gates.
     are_used: bool = False
 
-    def are_used_in(self, session: Session, queue: str) -> tuple[bool, bool]:
-        """Whether messages wait in lines and in crowds of a queue."""
-        lined, crowded = map(bool, session.rows("claim_kinds", queue)[0])
-        self.are_used = self.are_used or lined or crowded
-        return lined, crowded
+    def kinds(self, session: Session, queues: Sequence[str]) -> dict[str, Kinds]:
+        """Return the kinds of messages that wait in each of these queues; those without any are left out."""
+        found = {queue: Kinds(*map(bool, kinds)) for queue, *kinds in session.rows("claim_kinds", as_json(queues))}
+        self.are_used = any(kinds.lined or kinds.crowded for kinds in found.values())
+        return found
 
     def _pace(self, asked: Asked, queue: str) -> GatePace:
         return self.paces.setdefault((asked.lane, queue, asked.known), GatePace())
@@ -198,18 +206,17 @@ class Gates:
 
     # looking: on a connection for reading, so that no writer waits for it
 
-    def look(self, session: Session, asked: Asked, queue: str, now: int) -> Worth:
+    def look(self, session: Session, asked: Asked, queue: str, now: int, kinds: Kinds) -> Worth:
         """Find gates at which messages may be taken; a walk in vain makes the next ones rare."""
         worth = Worth()
-        lined, crowded = self.are_used_in(session, queue)
-        if not (lined or crowded):
+        if not (kinds.lined or kinds.crowded):
             return worth
         pace = self._pace(asked, queue)
         began_at = session.clock.steady()
         walks = asked.thorough or asked.lane is Lane.PROBATION or pace.is_walk_due(began_at)
         news = _news(session, asked, queue, now, pace) if pace.is_rare and not asked.thorough else []
         taken = 0
-        for kind, is_line, is_there in (("lines", True, lined), ("crowds", False, crowded)):
+        for kind, is_line, is_there in (("lines", True, kinds.lined), ("crowds", False, kinds.crowded)):
             if not is_there:
                 continue
             # For each kind as much room as if it were the only one: the claim divides it.
