@@ -98,10 +98,16 @@ def test_beside_shut_gates_nothing_waits_for_a_walk_that_may_pass(
         leases.extend(held)
         return [str(lease.gate) for lease in held]
 
-    async def settle(gate: str) -> None:
+    async def settle(gate: str, *, inside: bool = False) -> None:
         (lease,) = [one for one in leases if one.gate == gate]
         leases.remove(lease)
-        assert await app.store.settle([(lease, Done(b"null"))]) == [True]
+        if inside:
+            # As a handler with SQL of its own does.
+            async with app.store.transaction() as transaction:
+                await transaction.execute("SELECT 1")
+                await transaction.conclude([(lease, Done(b"null"))])
+        else:
+            assert await app.store.settle([(lease, Done(b"null"))]) == [True]
 
     async def scenario() -> None:
         await app.migrate()
@@ -119,6 +125,8 @@ def test_beside_shut_gates_nothing_waits_for_a_walk_that_may_pass(
             assert await claim() == ["lined:a"]
             await settle("full:k300")
             assert await claim() == ["full:k300"]
+            await settle("full:k500", inside=True)
+            assert await claim() == ["full:k500"]
             assert await claim() == []
             await app.send_many([rated.call("b"), rated.call("b")])
             assert await claim() == ["rated:b"]

@@ -477,6 +477,7 @@ class PostgresStore:
                 await own.commit()
         finally:
             self._pool.give_back(wire)
+        self._claimer.gates.settled(lease for lease, _ in own.settled)
         self._notifier.ring(own.queues, back=own.came_back)
         self._notifier.ring_here(opened_queues(own.settled))
 

@@ -259,7 +259,8 @@ class SQLiteStore:
                 "its execute(), so that one SQLite library writes the file"
             )
         self._refuse_misuse()
-        return SQLiteTransaction(self.path, self._home, CallersTransaction(self._writer, seconds), self._wake)
+        part = CallersTransaction(self._writer, seconds)
+        return SQLiteTransaction(self.path, self._home, part, self._wake, self._gates)
 
     async def _write(self, operation: Callable[[Session], Answer], *, rows: int = 1, urgent: bool = False) -> Answer:
         """Run one operation in a transaction that concurrent callers share; durable when it returns."""

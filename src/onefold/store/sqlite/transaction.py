@@ -33,6 +33,7 @@ from onefold.store.sqlite.connection import translated
 from onefold.store.sqlite.drivers import ERRORS, is_trouble
 from onefold.store.sqlite.notify import Notifier
 from onefold.store.sqlite.session import Row, Session
+from onefold.store.sqlite.verbs.gates import Gates
 from onefold.store.sqlite.verbs.journal import record, rewind
 from onefold.store.sqlite.verbs.move import lock, move
 from onefold.store.sqlite.verbs.purge import purge
@@ -51,13 +52,15 @@ _machine = SystemClock()
 class SQLiteTransaction:
     """Everything in it commits together, or nothing does; it begins with its first call."""
 
-    def __init__(self, path: str, home: Ownership, part: CallersTransaction, wake: Notifier) -> None:
+    def __init__(self, path: str, home: Ownership, part: CallersTransaction, wake: Notifier, gates: Gates) -> None:
         self._path = path
         self._home = home
         self._part = part
         self._wake = wake
+        self._gates = gates
         self._brings_work = False
-        self._frees_places = False
+        #: Messages that leave a place at a gate.
+        self._leaving: list[Lease] = []
         #: The connection goes on to serve others: a statement that comes too late would be committed with theirs.
         self._over = False
 
@@ -96,15 +99,13 @@ class SQLiteTransaction:
         return await self._run(put, envelopes, options)
 
     async def settle(self, settlements: Sequence[tuple[Lease, Outcome]]) -> list[bool]:
-        self._brings_work = self._brings_work or may_bring_work(settlements)
-        self._frees_places = self._frees_places or frees_places(settlements)
+        self._note(settlements)
         return await self._run(settle, settlements)
 
     async def conclude(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
         self._refuse_late()
         self._over = True
-        self._brings_work = self._brings_work or may_bring_work(settlements)
-        self._frees_places = self._frees_places or frees_places(settlements)
+        self._note(settlements)
         await self._translate(self._part.conclude(settle_all, settlements, rows=rows_in(settlements)))
         self._tell()
 
@@ -149,8 +150,13 @@ class SQLiteTransaction:
             raise StoreError("the transaction is over; this statement came too late and was not run")
         self._home.refuse_strangers()
 
+    def _note(self, settlements: Sequence[tuple[Lease, Outcome]]) -> None:
+        self._brings_work = self._brings_work or may_bring_work(settlements)
+        self._leaving += [lease for lease, _ in settlements if lease.gate is not None]
+
     def _tell(self) -> None:
-        if self._brings_work or self._frees_places:
+        self._gates.settled(self._leaving)
+        if self._brings_work or self._leaving:
             self._wake.ring(elsewhere=self._brings_work)
 
 
