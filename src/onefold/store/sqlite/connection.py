@@ -36,9 +36,10 @@ BUSY_SECONDS_MAX = 5.0
 #: The write-ahead log keeps this length at most once it is copied: four times what it has between two copies, because
 #: commits are slower while it grows, and no more, because it lies on the disk for as long as the file is open.
 LOG_BYTES_MAX = 16 * 1_048_576
-#: Others hold the write lock for a millisecond or so: look again after the first figure, then ever later up to the
-#: second, give or take half of it, so that waiting processes do not look at the same moment.
-_BUSY_PAUSE_SECONDS, _BUSY_PAUSE_SECONDS_MAX = 0.0005, 0.01
+#: Others hold the write lock for a millisecond or so, and leave it alone for one when their turn is over: look again
+#: after the first figure, then later up to the second, give or take half of it, so that waiting processes do not look
+#: at the same moment.
+_BUSY_PAUSE_SECONDS, _BUSY_PAUSE_SECONDS_MAX = 0.0005, 0.001
 
 #: How long a lock is waited for is a matter of real time, whatever clock a test has.
 _machine = SystemClock()

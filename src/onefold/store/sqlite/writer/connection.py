@@ -22,6 +22,7 @@ from onefold.store.sqlite.drivers import ERRORS, Connection, is_breaking, is_bus
 from onefold.store.sqlite.interrupt import Running
 from onefold.store.sqlite.second_library import Files
 from onefold.store.sqlite.session import Session
+from onefold.store.sqlite.writer.turns import Turns
 
 #: A connection that broke is replaced before the next use: at once, or after these pauses, or at the use after that.
 _AGAIN_AFTER_SECONDS = (0.0, 0.01, 0.05)
@@ -110,6 +111,7 @@ class WriterConnection:
         #: Whether a reference that points nowhere is known before the commit.
         self.sees_dangling = True
         self.patience = Patience(allowed=True)
+        self.turns = Turns()
         #: The call that runs, known by its part and by itself.
         self.running = Running(lambda: self.session.connection.interrupt())
         #: How long the last commit took; 0 as long as it is not known, or where commits wait for readers.
@@ -200,7 +202,9 @@ class WriterConnection:
         try:
             self.session.connection.commit()
             self.is_open = False
-            self.commit_micros = 0 if self.waits_for_readers else max(1, _machine.steady() - began_at)
+            ended_at = _machine.steady()
+            self.turns.ended(ended_at)
+            self.commit_micros = 0 if self.waits_for_readers else max(1, ended_at - began_at)
             if self._files is not None:
                 # A commit that went into a file without a name, or with another library's log beside it, is none.
                 self._files.check()
@@ -240,6 +244,7 @@ class WriterConnection:
             connection.execute("ROLLBACK")
         connection.begin()
         self.is_open = True
+        self.turns.begun(_machine.steady(), connection.pragma("data_version"))
         return False
 
     def _run_in(self, part: Part, call: Call) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onefold import limits
-from onefold.clock import Clock
+from onefold.clock import Clock, SystemClock
 from onefold.errors import StoreError, TransactionTooLongError
 from onefold.store.sqlite.connection import Patience, waited_enough
 from onefold.store.sqlite.drivers import Connection
@@ -30,14 +30,15 @@ from onefold.store.sqlite.second_library import Files
 from onefold.store.sqlite.session import HERE_ROWS, Session
 from onefold.store.sqlite.thread import Runner, tell
 from onefold.store.sqlite.writer.connection import Call, Ending, Write, WriterConnection
+from onefold.store.sqlite.writer.turns import PAUSE_SECONDS
 
 if TYPE_CHECKING:
     from onefold.store.sqlite.transaction import CallersTransaction
 
 Answer = TypeVar("Answer")
 
-#: On the event loop, look for the lock of another process after the first figure, then ever later up to the second.
-_LOOK_SECONDS, _LOOK_SECONDS_MAX = 0.001, 0.01
+#: On the event loop, look for the lock of another process this often; its timers count milliseconds.
+_LOOK_SECONDS = 0.001
 #: Callers' transactions share a commit when they begin within this time, because all of them wait for the last.
 _TOGETHER_MICROS = 10_000
 #: The event loop waits so long for the commit of a claim: if it went on at once, the next handler could block it, and
@@ -48,6 +49,8 @@ _QUICK_MICROS = 300
 #: So long after a write the log is looked at: one that grew too long, in a large transaction or beside a long read,
 #: is made empty.
 _SHORTEN_LOG_SECONDS = 1.0
+#: How long others have waited is a matter of real time.
+_machine = SystemClock()
 
 
 #: One use of the connection, ``step(patient=…, last=…)``; False if the write lock is another process's.
@@ -152,6 +155,8 @@ class Writer:
     def _proceed(self) -> None:
         """Do all that can be done now, in the order of asking; then commit."""
         while not self._busy:
+            if self._gives_way():
+                break
             if self._current is not None:
                 if not self._current.calls:
                     break  # its owner has the transaction
@@ -168,6 +173,16 @@ class Writer:
                 if self._quiet is not None and not self._quiet.done():
                     self._quiet.set_result(None)
                 break
+
+    def _gives_way(self) -> bool:
+        """Whether other processes have the lock for a moment, before a new transaction begins here."""
+        if self._connection.is_open or self._current is not None or not self._waiting or not self._threaded:
+            return False
+        if not self._connection.turns.is_over(_machine.steady()):
+            return False
+        self._busy = True
+        self._loop.call_later(PAUSE_SECONDS, self._resume)
+        return True
 
     def _may_join(self, joining: Write | CallersTransaction) -> bool:
         """Whether this may go into the transaction that is open; into a new one it may always."""
@@ -224,15 +239,18 @@ class Writer:
         if step(patient=False, last=False):
             self._tell()
         else:
-            self._loop.call_later(_LOOK_SECONDS, self._look_again, step, 1, _LOOK_SECONDS)
+            self._look_later(step, 0.0)
 
-    def _look_again(self, step: _Step, looks: int, waited: float) -> None:
+    def _look_later(self, step: _Step, waited: float) -> None:
+        self._connection.turns.had_to_wait(_machine.steady())
+        self._loop.call_later(_LOOK_SECONDS, self._look_again, step, waited + _LOOK_SECONDS)
+
+    def _look_again(self, step: _Step, waited: float) -> None:
         """Try once more to get the lock of another process."""
         if step(patient=False, last=waited_enough(waited)):
             self._resume()
         else:
-            seconds = min(_LOOK_SECONDS * (1 + looks / 4), _LOOK_SECONDS_MAX)
-            self._loop.call_later(seconds, self._look_again, step, looks + 1, waited + seconds)
+            self._look_later(step, waited)
 
     def _run_there(self, step: _Step) -> None:
         """In the thread."""
