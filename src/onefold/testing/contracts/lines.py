@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from onefold import limits
 from onefold.store import Again, Lane, Lease, Parked, State
 from onefold.store.gates import Gating
@@ -35,6 +37,16 @@ class LineContract(Contract):
             assert {lease.gate for lease in leases} == {"task:a", "task:b"}
             assert await bench.claim(store=await bench.another()) == []
             await bench.store.settle([(leases[0], DONE), (leases[1], DEAD)])
+
+    @scenario
+    async def test_a_number_that_is_ended_by_a_lease_without_a_gate_lets_the_next_come(self, bench: Bench) -> None:
+        """A supervisor settles messages of a dead process by leases that it makes from their records."""
+        for number in (1, 2):
+            await bench.store.put([bench.message(f"k{number}", ordering_key="a", sequence=number)])
+        (first,) = await bench.claim()
+        await bench.store.settle([(replace(first, gate=None), DEAD)])
+        (second,) = await bench.claim()
+        assert (keys([second]), second.gap) == (["k2"], False)
 
     @scenario
     async def test_a_message_that_waits_for_its_next_attempt_holds_its_line(self, bench: Bench) -> None:

@@ -192,14 +192,16 @@ def _handed_back(settlements: Sequence[tuple[Lease, Any]]) -> dict[str, Column]:
 def is_numbered(settlement: Settlement) -> bool:
     """Whether a message with a number ends, for which later ones of its line may wait."""
     lease, outcome = settlement
-    return lease.envelope.sequence is not None and isinstance(outcome, Done | Dead) and lease.gate is not None
+    # Asked of the message: a lease that a supervisor has made from a record has no gate.
+    envelope = lease.envelope
+    return envelope.sequence is not None and envelope.ordering_key is not None and isinstance(outcome, Done | Dead)
 
 
 def passing(settlements: Sequence[Settlement]) -> dict[str, Column]:
     """Return the numbers that end with these settlements."""
     return {
         "ids": ids([lease.id for lease, _ in settlements]),
-        "gates": texts([lease.gate for lease, _ in settlements]),
+        "gates": texts([lease.envelope.gated_by for lease, _ in settlements]),
         "sequences": bigints([lease.envelope.sequence or 0 for lease, _ in settlements]),
     }
 
