@@ -22,6 +22,8 @@ _TYPES = 297
 _KEYS, _LINES = 20_000, 50_000
 #: So that copies are not all due at one instant, and those that are due are due already.
 _SPREAD = {"due_at": "example.due_at - n"}
+#: So that copies have not all ended at one instant: a purge removes the bodies of one instant together.
+_SPREAD_ENDS = {column: f"example.{column} - n" for column in ("ended_at", "kept_until", "body_until")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ NOISES = (
     Noise(
         "N5", "parked", "{messages} parked for a signal", (Part(Example.PARKED, 200_000, (*ALIVE, "step"), _SPREAD),)
     ),
-    Noise("N6", "dead", "{messages} dead", (Part(Example.DEAD, 200_000, (*ENDED, "attempt")),)),
-    Noise("N7", "done", "{messages} done", (Part(Example.DONE, 1_000_000, ENDED),)),
+    Noise("N6", "dead", "{messages} dead", (Part(Example.DEAD, 200_000, (*ENDED, "attempt"), _SPREAD_ENDS),)),
+    Noise("N7", "done", "{messages} done", (Part(Example.DONE, 1_000_000, ENDED, _SPREAD_ENDS),)),
     Noise(
         "N8",
         "back-off",
@@ -162,10 +164,18 @@ NOISES = (
 
 
 async def fill(
-    engine: Engine, url: str, noise: Noise, share: float, example: Callable[[Example, int], Awaitable[str]]
+    engine: Engine,
+    url: str,
+    noise: Noise,
+    share: float,
+    example: Callable[[Example, int], Awaitable[str]],
+    first: int = 1,
 ) -> None:
-    """Make ``share`` of the noise; ``example`` stores a message with a number of its own and returns its id."""
-    first, keys = 1, max(round(share * noise.keys), 1)
+    """Make ``share`` of the noise; ``example`` stores a message with a number of its own and returns its id.
+
+    Copies are numbered from ``first`` on, which tells them from other noise in the same store.
+    """
+    keys = max(round(share * noise.keys), 1)
     for number, part in enumerate(noise.parts, start=1):
         id_ = await example(part.example, -number)
         changed = {column: sql.format(keys=keys) for column, sql in part.changed.items()}

@@ -200,8 +200,8 @@ ON CONFLICT (gate) DO UPDATE
 SET last = greatest(g.last, excluded.last), expires_at = greatest(g.expires_at, excluded.expires_at)
 
 -- name: purge_gates
-DELETE FROM onefold.gate WHERE gate IN (
+DELETE FROM onefold.gate WHERE gate = ANY (ARRAY(
     SELECT gate FROM onefold.gate
-    WHERE expires_at <= (SELECT {now}) LIMIT %(limit)s
-    FOR UPDATE SKIP LOCKED)
+    WHERE expires_at <= (SELECT {now}) ORDER BY expires_at LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED))
 RETURNING 1

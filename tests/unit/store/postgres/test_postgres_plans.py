@@ -114,6 +114,38 @@ def test_what_is_open_is_found_without_a_look_at_what_is_kept(postgres_url: str,
 
 
 @pytest.mark.parametrize("analyzed", [False, True])
+def test_a_purge_of_keys_begins_with_those_that_expire(postgres_url: str, analyzed: bool) -> None:
+    """None of the keys expires here, so a plan that looks for some in the table would read all of it."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+
+    run(scenario)
+    if analyzed:
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute("VACUUM ANALYZE")
+    plan = plan_of(postgres_url, "purge_keys")
+    assert "Index Scan using key_expires" in plan
+    assert "Seq Scan" not in plan
+
+
+def test_a_page_of_all_messages_begins_where_it_should(postgres_url: str) -> None:
+    """Look-ups from the message on: a join would begin with the first delivery and outcome for every page."""
+
+    async def scenario() -> None:
+        async with opened(postgres_url) as store:
+            await use(store)
+
+    run(scenario)
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("VACUUM ANALYZE")
+    plan = plan_of(postgres_url, "find_any", worker=None, crashes=None)
+    assert "Merge" not in plan
+    assert "Hash" not in plan
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
 def test_a_claim_visits_no_type_that_it_does_not_know(postgres_url: str, analyzed: bool) -> None:
     """Beside 20,000 messages of other types, with priorities, each row that is read is a candidate."""
 
