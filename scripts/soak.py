@@ -35,6 +35,7 @@ from soak_app import ORDER_EFFECTS, PARCEL_EFFECTS, TRIP_EFFECTS, app, order, pa
 
 from onefold import limits
 from onefold.errors import StoreUnavailableError
+from onefold.store.sqlite.connection import LOG_BYTES_MAX
 from onefold.tasks.receipt import Receipt
 from onefold.testing.chaos.fleet import processes_with
 from onefold.testing.servers import PostgresServer, children_of
@@ -57,8 +58,8 @@ DRAIN_SECONDS = 180
 #: One trip and one parcel are sent for this many orders.
 ORDERS_PER_TRIP = 10
 ORDERS_PER_PARCEL = 20
-#: SQLite's write-ahead log is shorter than this when nothing has been written for a while.
-LOG_MEBIBYTES_MAX = 1.0
+#: SQLite's write-ahead log is no longer than this when nothing has been written for a while.
+LOG_MEBIBYTES_MAX = LOG_BYTES_MAX / 1_048_576
 LOG_SECONDS = 30
 #: Writes to this file fail as on a full disk.
 FULL_DISK = Path("/dev/full")

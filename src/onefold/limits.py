@@ -144,8 +144,6 @@ CLAIM_AHEAD_SECONDS = 0.1
 
 #: Gates in one portion of a claim; the next claim goes on after the last, so many gates do not make one claim slow.
 GATES_PER_CLAIM = 256
-#: Portions that one walk in vain looks at before its claim returns nothing; one portion, unless it is to be thorough.
-GATE_PORTIONS_MAX = 16
 #: Largest cap of a gate: the running messages of a gate are counted at every claim.
 RUNNING_MAX = 10_000
 RATE_COUNT_MAX = 1_000_000

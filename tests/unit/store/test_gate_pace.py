@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -137,4 +138,43 @@ def test_beside_shut_gates_nothing_waits_for_a_walk_that_may_pass(
             assert found == ["rated:b"]
 
     leases: list[Lease] = []
+    asyncio.run(scenario())
+
+
+def test_gates_take_turns_while_walks_are_rare(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message at a time, as a busy worker claims: a key with many messages is not served before the others."""
+    app = App(store_url)
+
+    @app.task(gate="{key}", max_running_each=1)
+    async def full(key: str) -> None: ...
+
+    @app.task(fair_key="{key}")
+    async def fair(key: str) -> None: ...
+
+    async def claim(limit: int, *, thorough: bool = False) -> list[str]:
+        held = await app.store.claim(
+            ["default"],
+            types=list(app.tasks),
+            limit=limit,
+            lease=600,
+            worker="w",
+            gatings=app.registry.gatings,
+            thorough=thorough,
+        )
+        return [str(lease.gate) for lease in held]
+
+    async def scenario() -> None:
+        await app.migrate()
+        async with app:
+            await app.send_many([full.call(f"k{n:03}") for n in range(KEYS) for _ in range(2)])
+            while await claim(limits.CLAIM_MAX, thorough=True):
+                pass
+            monkeypatch.setattr(gate_pace, "SHARE_MAX", 1e-9)
+            for _ in range(2):
+                assert await claim(1) == []
+            poor = [fair.call(f"poor{n % 5}") for n in range(20)]
+            await app.send_many([*(fair.call("rich") for _ in range(100)), *poor])
+            taken = Counter([gate for _ in range(24) for gate in await claim(1)])
+            assert taken == {"fair:rich": 4, **{f"fair:poor{n}": 4 for n in range(5)}}
+
     asyncio.run(scenario())

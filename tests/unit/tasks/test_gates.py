@@ -535,7 +535,6 @@ async def test_a_due_message_does_not_wait_behind_keys_that_are_not_due(
 ) -> None:
     """One claim finds the due message although more keys than it may examine one by one are not due."""
     monkeypatch.setattr(limits, "GATES_PER_CLAIM", 16)
-    monkeypatch.setattr(limits, "GATE_PORTIONS_MAX", 2)
     app = App(url, clock=clock)
 
     @app.task(fair_key="{user}")

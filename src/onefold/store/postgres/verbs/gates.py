@@ -8,6 +8,7 @@ needs no lock.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -153,13 +154,14 @@ class _Look:
             # As in a walk: the next claim looks at these gates again.
             self._pace.settled(news)
             return
-        self._follow(self.leases)
         if min(self._limit, self._room) <= 0:
+            # There was no room for these, so it is their turn before that of the others.
             self._pace.settled(one for one in news if one.gate not in taken)
         else:
             # A head that may run and was not taken is locked by another transaction, unless its gate is shut.
             locked = {one.gate for one in waiting if one.id} - taken - self._closed
             self._pace.settled(one for one in news if one.is_line and one.gate in locked)
+        self._follow(self.leases)
 
     def _follow(self, leases: Sequence[Lease]) -> None:
         """Look again where messages were taken without an order: more may wait there."""
@@ -168,7 +170,7 @@ class _Look:
     async def _walk(self, portion: _Portion) -> None:
         """Look at portions until one was worth it and the next may not be; or until all were looked at."""
         before, has_asked = len(self.leases), False
-        for number in range(limits.GATE_PORTIONS_MAX):
+        for number in itertools.count():
             if self._limit == 0:
                 return
             found = len(self.leases)

@@ -171,8 +171,12 @@ class Worth:
     def __bool__(self) -> bool:
         return bool(self.lines or self.crowds)
 
+    def has(self, gate: str, *, is_line: bool) -> bool:
+        """Whether a gate is among them."""
+        return gate in (self.lines if is_line else self.crowds)
+
     def add(self, gate: str, *, is_line: bool) -> None:
-        """Add a gate at which a message has come back."""
+        """Add a gate behind the others."""
         (self.lines if is_line else self.crowds).setdefault(gate)
 
 
@@ -229,6 +233,9 @@ class Gates:
             for pick in choose(session, asked, queue, now, budget, portions):
                 worth.add(str(pick.gate), is_line=is_line)
             taken += asked.limit - budget.room
+            if budget.room <= 0:
+                # There was no room to look at these, so it is their turn before that of the others.
+                pace.settled(one for one in news if one.is_line == is_line and not worth.has(one.gate, is_line=is_line))
             for gate in budget.shut:
                 if (at := budget.token_at(gate)) is not None:
                     pace.wait_for_token(News(queue, gate, is_line), at)
@@ -245,7 +252,8 @@ class Gates:
                 passed = list(itertools.takewhile(lambda gate: gate in taken, gates))
                 self.stops[queue, kind] = passed[-1] if passed else start
             # More may wait at a crowd; the next of a line may run when the one that was taken is settled.
-            pace.settled(News(queue, gate, kind == "lines") for gate in (left if kind == "lines" else gates))
+            again = left if kind == "lines" else [*left, *(gate for gate in gates if gate in taken)]
+            pace.settled(News(queue, gate, kind == "lines") for gate in again)
 
     # choosing
 
@@ -297,7 +305,7 @@ class Gates:
         is_around = False
         # As many as there is room for are enough, unless they are shut.
         size = min(limits.GATES_PER_CLAIM, max(budget.room, _PORTION_MIN))
-        for number in range(limits.GATE_PORTIONS_MAX):
+        for number in itertools.count():
             # After a portion in vain (nothing due there, or shut), ask for the gates that have something due.
             if number == 1 and budget.stopped_at is None:
                 due = _all_due(session, asked, queue, now, is_line=kind == "lines")
