@@ -91,10 +91,14 @@ class Gates:
         key = (wanted.lane, tuple(sorted(wanted.queues)))
         pace = self._paces.setdefault((*key, tuple(wanted.types)), GatePace())
         look = _Look(leasing, wanted, self._cursors.setdefault(key, GateCursor()), pace)
-        if pace.is_rare and not wanted.thorough:
+        follows = pace.is_rare and not wanted.thorough
+        if follows:
             await look.follow_news()
         if wanted.thorough or wanted.lane is Lane.PROBATION or pace.is_walk_due(_machine.steady()):
             await look.walk(lines=lines, crowds=crowds)
+            if pace.is_rare and not (look.leases or follows or wanted.thorough):
+                # Messages may wait at gates to which this walk, the first one in vain, has not come.
+                await look.follow_news()
         return look.leases
 
     def settled(self, leases: Iterable[Lease]) -> None:

@@ -218,8 +218,30 @@ class Gates:
         pace = self._pace(asked, queue)
         began_at = session.clock.steady()
         walks = asked.thorough or asked.lane is Lane.PROBATION or pace.is_walk_due(began_at)
-        news = _news(session, asked, queue, now, pace) if pace.is_rare and not asked.thorough else []
-        taken = 0
+        follows = pace.is_rare and not asked.thorough
+        taken = self._find(session, asked, queue, now, kinds, worth, walks=walks, follows=follows)
+        if walks and asked.lane is not Lane.PROBATION:
+            pace.walked(began_at, session.clock.steady(), taken=taken)
+            if pace.is_rare and not (worth or follows or asked.thorough):
+                # Messages may wait at gates to which this walk, the first one in vain, has not come.
+                self._find(session, asked, queue, now, kinds, worth, walks=False, follows=True)
+        return worth
+
+    def _find(
+        self,
+        session: Session,
+        asked: Asked,
+        queue: str,
+        now: int,
+        kinds: Kinds,
+        worth: Worth,
+        *,
+        walks: bool,
+        follows: bool,
+    ) -> int:
+        """Add gates with news, and those that a walk finds; return how many messages may be taken there."""
+        pace, taken = self._pace(asked, queue), 0
+        news = _news(session, asked, queue, now, pace) if follows else []
         for kind, is_line, is_there in (("lines", True, kinds.lined), ("crowds", False, kinds.crowded)):
             if not is_there:
                 continue
@@ -239,9 +261,7 @@ class Gates:
             for gate in budget.shut:
                 if (at := budget.token_at(gate)) is not None:
                     pace.wait_for_token(News(queue, gate, is_line), at)
-        if walks and asked.lane is not Lane.PROBATION:
-            pace.walked(began_at, session.clock.steady(), taken=taken)
-        return worth
+        return taken
 
     def served(self, asked: Asked, queue: str, worth: Worth, taken: Collection[str]) -> None:
         """Record at which of these gates messages were taken: where there was no room, the next claim goes on."""
