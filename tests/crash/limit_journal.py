@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -144,19 +144,6 @@ def out_of_order(runs: list[Ran], task: str) -> list[str]:
             if following.began < one.ended:
                 found.append(f"{task} {key}: {following} began before {one} had ended")
     return found
-
-
-def share_of(runs: list[Ran], task: str, rich: str) -> tuple[int, int]:
-    """Return how many messages of the rich key, and of another key at most, had begun when half of the others had.
-
-    Later the rich key can get many more turns: those of messages that a killed worker had claimed wait for its leases,
-    and without any kill it was seen with 63 turns for 10 of another, for a reason that is not known.
-    """
-    first = _first_runs(runs, task)
-    others = [run.began for run in first if run.key != rich]
-    until = others[len(others) // 2]
-    begun = Counter(run.key for run in first if run.began <= until)
-    return begun[rich], max(number for key, number in begun.items() if key != rich)
 
 
 def places_of(runs: list[Ran], task: str, key: str) -> list[int]:

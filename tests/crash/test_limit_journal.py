@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from limit_journal import Limits, Lived, Ran, out_of_order, over_the_cap, over_the_rate, overtaken, share_of
+from limit_journal import Limits, Lived, Ran, out_of_order, over_the_cap, over_the_rate, overtaken
 
 LIMITS = Limits(cap=2, cap_each=1, rate=2, rate_each=1, burst=1)
 MORE = Limits(cap=3, cap_each=2, rate=20, rate_each=10, burst=1)
@@ -54,9 +54,3 @@ def test_a_message_that_passes_the_one_before_it_is_noticed() -> None:
 def test_the_first_run_of_a_message_that_was_taken_over_does_not_count_for_the_order() -> None:
     late = [ran(1, 1.0, 9.0), ran(1, 4.0, 5.0, fence=3), ran(2, 5.0, 6.0)]
     assert not out_of_order(late, "task")
-
-
-def test_a_rich_key_that_is_served_first_is_noticed() -> None:
-    first = [ran(n, float(n), float(n), key="rich") for n in range(50)]
-    poor = [ran(50 + n, 50.0 + n, 50.0 + n, key=f"poor{n % 4}") for n in range(8)]
-    assert share_of([*first, *poor], "task", "rich") == (50, 2)
