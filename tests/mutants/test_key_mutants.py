@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from hypothesis.errors import Flaky
 from tests.promises.test_upstream_keys import two_databases_share_no_key
 from tests.simulation.test_key_machine import SQLITE_OPTIONS, check_keys
 from tests.unit.brokers.test_intake_and_relay import one_key_for_one_order
@@ -55,8 +56,11 @@ def test_plain_keys_first_stores_one_key_twice(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("plain_keys_first")
 @pytest.mark.parametrize("options", SQLITE_OPTIONS)
 def test_plain_keys_first_is_found_by_random_sends(tmp_path: Path, options: str) -> None:
-    """The machine finds it within the number of stories that the test suite runs."""
-    with pytest.raises(AssertionError):
+    """The machine finds it within the number of stories that the test suite runs.
+
+    The two stores take turns at the file by real time, so the same story may end well when it is told again.
+    """
+    with pytest.raises((AssertionError, Flaky)):
         check_keys(f"sqlite:///{tmp_path}/onefold.db{options}", 60, 12, fixed=True)
 
 

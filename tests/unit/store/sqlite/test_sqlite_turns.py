@@ -80,7 +80,7 @@ def test_others_that_write_no_more_are_forgotten() -> None:
 
 @pytest.mark.deep
 def test_eight_processes_that_send_one_by_one_send_about_as_many(tmp_path: Path) -> None:
-    """L6: none of them sends more than twice as many as another; before, one sent seven times as many."""
+    """None of them sends more than twice as many as another; before, one sent seven times as many."""
     url = f"sqlite:///{tmp_path}/shop.db"
     program = tmp_path / "sender.py"
     program.write_text(SENDER)
