@@ -190,7 +190,8 @@ def test_answers_lost_at_random_under_load_lose_and_repeat_nothing(
             await until(scene.ended)
             scene.app.stop_working()
             assert await working > 0
-            # A claim with a lost answer, and a session that ended during a handler's statement.
-            await scene.verdict(crashes_max=2)
+            # Claims with lost answers, and sessions that ended during a handler's statement; chance decides how many of
+            # them meet one message.
+            await scene.verdict(crashes_max=3)
 
     run(scenario)
