@@ -364,7 +364,7 @@ def seconds(duration: timedelta | float, name: str = "a duration") -> float:
     Every duration that a user gives comes through here, so that one that no store or date can hold is refused at the
     call and not when the message is settled.
     """
-    # Not ``isinstance(duration)``: a check of a protocol took a third of a run's time.
+    # Not ``isinstance`` with ``typing.SupportsFloat``: a check of a protocol took a third of a run's time.
     if isinstance(duration, bool) or not (isinstance(duration, timedelta) or hasattr(duration, "__float__")):
         kind = type(duration).__name__
         raise ConfigurationError(

@@ -314,8 +314,10 @@ class Worker:
             self._settler.add(held, HandBack())
         quiet = asyncio.create_task(self._quiet(), name="onefold-quiet")
         # The settler has ended if it failed, or if the event loop cancels all its tasks because it is about to close.
-        await asyncio.wait([quiet, settler], timeout=limits.STOP_STORE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        quiet.cancel()
+        try:
+            await asyncio.wait([quiet, settler], timeout=limits.STOP_STORE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            quiet.cancel()
 
     async def _stop_runners(self) -> None:
         """Cancel running handlers; their leases are marked first, so that the cancellation counts as the worker's."""

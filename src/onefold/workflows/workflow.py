@@ -166,7 +166,7 @@ class Run:
         """Go on after this time: a ``timedelta``, a number of seconds, or days, hours and minutes.  Holds no worker."""
         length = seconds(0 if duration is None else duration, "sleep")
         for unit, count, name in ((86_400, days, "days"), (3_600, hours, "hours"), (60, minutes, "minutes")):
-            if count:
+            if count != 0:
                 length = seconds(length + unit * seconds(count, name), "sleep")
         return self._sleep(self._name("sleep"), length)
 

@@ -178,3 +178,42 @@ def test_gates_take_turns_while_walks_are_rare(store_url: str, monkeypatch: pyte
             assert taken == {"fair:rich": 4, **{f"fair:poor{n}": 4 for n in range(5)}}
 
     asyncio.run(scenario())
+
+
+def test_a_thorough_claim_ends_whatever_the_numbers_of_shut_gates(store_url: str) -> None:
+    """In two queues, where a walk has come to the end of one while it is in the middle of the other."""
+    app = App(store_url)
+
+    @app.task(queue="few", gate="{key}", max_running_each=1)
+    async def few(key: str) -> None: ...
+
+    @app.task(queue="many", gate="{key}", max_running_each=1)
+    async def many(key: str) -> None: ...
+
+    async def claim(limit: int = limits.GATES_PER_CLAIM) -> list[Lease]:
+        return await app.store.claim(
+            ["few", "many"],
+            types=list(app.tasks),
+            limit=limit,
+            lease=600,
+            worker="w",
+            gatings=app.registry.gatings,
+        )
+
+    async def scenario() -> None:
+        await app.migrate()
+        async with app:
+            for task, number in ((few, 300), (many, 500)):
+                await app.send_many([task.call(f"k{n:03}") for n in range(number) for _ in range(2)])
+            async with asyncio.timeout(60):
+                taken: list[Lease] = []
+                while more := await claim():
+                    taken += more
+                assert len(taken) == 800
+                # From now on the walks through the two queues come to their ends in turns.
+                (lease,) = [one for one in taken if one.gate == "few:k010"]
+                await app.store.settle([(lease, Done(b"null"))])
+                assert [one.gate for one in await claim(1)] == ["few:k010"]
+                assert await claim() == []
+
+    asyncio.run(scenario())

@@ -134,6 +134,8 @@ class _Look:
         self._closed: set[str] = set()
         #: Where this look has got to.
         self._line, self._crowds = cursor.line, dict(cursor.crowds)
+        #: How often it still goes to the last gate of each queue: twice if it does not begin with the first one.
+        self._rounds = {queue: 2 if cursor.crowds.get(queue) else 1 for queue in wanted.queues}
 
     async def walk(self, *, lines: bool, crowds: bool) -> None:
         """Go from gate to gate, from where the last walk has stopped."""
@@ -173,9 +175,9 @@ class _Look:
 
     async def _walk(self, portion: _Portion) -> None:
         """Look at portions until one was worth it and the next may not be; or until all were looked at."""
-        before, has_asked = len(self.leases), False
+        before, has_asked, conflicts = len(self.leases), False, 0
         for number in itertools.count():
-            if self._limit == 0:
+            if self._limit == 0 or conflicts == _TRIES_MAX:
                 return
             found = len(self.leases)
             try:
@@ -190,6 +192,7 @@ class _Look:
                         return
             except errors.UniqueViolation:
                 # A message that backed off was let through meanwhile, so the heads that were seen are out of date.
+                conflicts += 1
                 await self._give_way()
 
     # looking
@@ -236,22 +239,25 @@ class _Look:
 
     async def _walk_crowds(self, *, first: bool) -> tuple[int, bool]:
         """The same for a portion of gates without an order."""
-        queues, stops, is_crashed = self._wanted.queues, self._cursor.crowds, self._wanted.lane is Lane.PROBATION
+        stops, is_crashed = self._cursor.crowds, self._wanted.lane is Lane.PROBATION
+        queues = [queue for queue in self._wanted.queues if self._rounds[queue] > 0]
         afters = [self._crowds.get(queue, "") for queue in queues]
-        asked = {**self._asked, "afters": texts(afters), "portion": self._portion}
+        asked = {**self._asked, "queues": texts(queues), "afters": texts(afters), "portion": self._portion}
         rows = await self._wire.rows("crowds_crashed" if is_crashed else "crowds_after", asked)
         crowds = [Waiting(gate, self._gating(gate), queue=queue) for queue, gate, ready in rows if ready]
         taken = set(await self._take(crowds))
         if is_crashed:
             return len(rows), False
-        full, more = False, first and any(afters)
+        full = False
         for queue in queues:
             seen = [row[1] for row in rows if row[0] == queue]
             ready = [one.gate for one in crowds if one.queue == queue]
             step = self._step(stops.get(queue, ""), seen, ready, [gate for gate in ready if gate in taken])
             stops[queue], self._crowds[queue] = step.stop, step.next
-            full, more = full or step.full, more or bool(step.next)
-        return len(rows), more and not full
+            full = full or step.full
+            if not step.next:
+                self._rounds[queue] -= 1
+        return len(rows), not full and any(self._rounds[queue] > 0 for queue in queues)
 
     async def _due(self, since: int, most: int) -> tuple[list[News], int, int]:
         """Return the gates of messages that became due since then, how many those are, and the time."""
